@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
-PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # Okabe-Ito without black and yellow, which vanish on one ground
+PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # without black and yellow, which vanish on one ground
 GREY = "#808080"  # text and lines: contrast about 4:1 on white and 5:1 on near-black
 FAINT = "#80808055"  # grid lines and bands
 
