@@ -1,0 +1,26 @@
+"""Refrain: where a fixed-question decision's time goes, and which ways to save it pay.
+
+Importing `lab` is light: torch and transformers load only when a model is asked for.
+"""
+
+from importlib import import_module
+
+from lab.errors import InputError
+from lab.workloads import Question, Workload, load_workloads
+
+_LAZY = {
+    "load_model": "lab.models",
+    "EagerStep": "lab.steps",
+    "SplitStep": "lab.steps",
+    "Arm": "lab.measure",
+    "compare": "lab.measure",
+    "Run": "lab.records",
+}
+
+__all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
+
+
+def __getattr__(name: str):
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'lab' has no attribute {name!r}")

@@ -1,0 +1,140 @@
+"""Questions and workloads: what is asked, of which frames.
+
+A question is fixed for a loop; a workload pairs it with a frame source and a number of frames per decision. The shipped
+workloads are in `data/workloads.toml`, one table each:
+
+    [name]
+    title        = "shown in tables"
+    source       = "atari:Pong" or "doom:basic"
+    type         = "choice" (the default), "score" or "noul"
+    instructions = "the question's text"
+    options      = { NAME = "description", ... } or ["NAME", ...]
+    frames       = 1            # 2 = previous and current, at most 8
+    like         = "another workload of this file, whose keys are taken where this one has none"
+"""
+
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from lab.errors import InputError
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+QUESTION_TYPES = ("choice", "score", "noul")
+MAX_OPTIONS = 255
+MAX_FRAMES = 8
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question type, its instructions and its ordered options, as (name, description) pairs.
+
+    `options` is given as a mapping from name to description (which may be empty or None) or as a list of names. A
+    `choice` picks one option; a `score` rates along ordered levels 0, 1, ...; a `noul` is yes or no, its options are
+    always `false` and `true` and may be left out. Raises InputError for an unknown type, empty instructions, fewer than
+    two or more than 255 options, and repeated names.
+    """
+
+    type: str
+    instructions: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __init__(self, type: str, instructions: str, options: Mapping[str, str | None] | Sequence[str] = ()):
+        if type not in QUESTION_TYPES:
+            raise InputError(f"Unknown question type {type!r}; it is one of {', '.join(QUESTION_TYPES)}.")
+        if not isinstance(instructions, str) or not instructions.strip():
+            raise InputError("A question needs instructions: a text that is not empty.")
+        if isinstance(options, str):
+            raise InputError(f"Options are a list or a table of names, not the single text {options!r}.")
+        pairs = options.items() if isinstance(options, Mapping) else ((name, "") for name in options)
+        pairs = tuple((str(name), "" if text is None else str(text)) for name, text in pairs)
+        if type == "noul":
+            given = dict(pairs)
+            if set(given) - {"false", "true"}:
+                raise InputError(f"A noul question has the options false and true, not {', '.join(given)}.")
+            pairs = (("false", given.get("false", "")), ("true", given.get("true", "")))
+        if len(pairs) < 2:
+            raise InputError(f"A question needs two or more options, this one has {len(pairs)}: add an alternative.")
+        if len(pairs) > MAX_OPTIONS:
+            raise InputError(f"{len(pairs)} options are more than the {MAX_OPTIONS} the decision heads count to.")
+        names = [name for name, _ in pairs]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InputError(f"The option {twice!r} appears twice; give every option its own name.")
+        object.__setattr__(self, "type", type)
+        object.__setattr__(self, "instructions", instructions)
+        object.__setattr__(self, "options", pairs)
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.options]
+
+    @property
+    def rendered(self) -> list[str]:
+        """Each option's text as the model reads it: `NAME: description`; for a score, `level i: ...`."""
+        texts = [f"{name}: {text}" if text else name for name, text in self.options]
+        return [f"level {i}: {text}" for i, text in enumerate(texts)] if self.type == "score" else texts
+
+    def reordered(self, order: Sequence[int]) -> "Question":
+        """The same question with its options in another order; `order[i]` is the old place of the new option i."""
+        return Question(self.type, self.instructions, dict(self.options[i] for i in order))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A question, a frame source (`atari:Pong`, `doom:basic`) and the number of frames per decision (oldest first)."""
+
+    name: str
+    title: str
+    question: Question
+    source: str
+    frames: int = 1
+
+    def __post_init__(self):
+        if not isinstance(self.frames, int) or not 1 <= self.frames <= MAX_FRAMES:
+            raise InputError(f"Workload {self.name!r}: frames is {self.frames!r}; give a number from 1 to {MAX_FRAMES}.")
+
+
+def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:
+    """Read workloads by name from a TOML file (the shipped one by default).
+
+    Raises InputError for a missing or malformed file, an unknown key, or a question that cannot be asked.
+    """
+    path = Path(path or DATA / "workloads.toml")
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise InputError(f"The workload file {path} cannot be read: {error}.") from None
+    return {name: _workload(name, table, tables, path) for name, table in tables.items()}
+
+
+def get_workload(name: str, path: str | Path | None = None) -> Workload:
+    """One workload by name; an unknown name raises InputError that lists the known ones."""
+    known = load_workloads(path)
+    if name not in known:
+        near = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"Unknown workload {name!r}; known are {', '.join(known)}.{hint}")
+    return known[name]
+
+
+def _workload(name: str, table: dict, tables: dict, path: Path) -> Workload:
+    known = {"title", "source", "type", "instructions", "options", "frames", "like"}
+    if not isinstance(table, dict):
+        raise InputError(f"{path}: {name!r} stands outside a table; write the workload's name in brackets above it.")
+    if unknown := set(table) - known:
+        raise InputError(f"{path}: workload {name!r} has the unknown key {min(unknown)!r}; known are {sorted(known)}.")
+    if "like" in table:
+        if table["like"] not in tables:
+            raise InputError(f"{path}: workload {name!r} is like {table['like']!r}, which the file does not hold.")
+        table = tables[table["like"]] | table
+    for key in ("source", "instructions"):
+        if key not in table:
+            raise InputError(f"{path}: workload {name!r} lacks {key!r}.")
+    try:
+        question = Question(table.get("type", "choice"), table["instructions"], table.get("options", ()))
+    except InputError as error:
+        raise InputError(f"{path}: workload {name!r}: {error}") from None
+    return Workload(name, table.get("title", name), question, table["source"], table.get("frames", 1))
