@@ -101,7 +101,9 @@ def write_atomically(path: Path, content: bytes) -> None:
             aside.write(content)
         os.replace(aside.name, path)
     except OSError as error:
-        raise InputError(f"{path.parent} cannot be written ({error.strerror}); set REFRAIN_CACHE to a folder.") from None
+        raise InputError(
+            f"{path.parent} cannot be written ({error.strerror}); set REFRAIN_CACHE to a folder."
+        ) from None
 
 
 def _hub_file() -> Path | None:

@@ -94,7 +94,9 @@ class Workload:
 
     def __post_init__(self):
         if not isinstance(self.frames, int) or not 1 <= self.frames <= MAX_FRAMES:
-            raise InputError(f"Workload {self.name!r}: frames is {self.frames!r}; give a number from 1 to {MAX_FRAMES}.")
+            raise InputError(
+                f"Workload {self.name!r}: frames is {self.frames!r}; give a number from 1 to {MAX_FRAMES}."
+            )
 
 
 def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:

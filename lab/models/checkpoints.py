@@ -1,0 +1,235 @@
+"""Where models come from: presets, checkpoint folders in the published naming, hub names."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save
+
+from lab.errors import InputError
+from lab.models.vision import DTYPES, OPTION_ATTENTION, DecisionConfig, DecisionModel
+from lab.tokens import SMOLVLM_TOKENS, TEXT_VOCABULARY, cache_folder, offline_weights, write_atomically
+
+VOCABULARY = TEXT_VOCABULARY + len(SMOLVLM_TOKENS)
+# SmolVLM-256M's shape (its published config); `tiny` is the same classes with three heads per layer, as odd as the
+# real nine, so that torch takes the same attention path.
+PRESETS = {
+    "smolvlm-256m": {
+        "image_size": 512,
+        "vision": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+        "text": {
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+        },
+    },
+    "tiny": {
+        "image_size": 128,
+        "vision": {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 3},
+        "text": {
+            "hidden_size": 192,
+            "intermediate_size": 256,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 1,
+        },
+    },
+}
+BACKBONES = ("smolvlm", "idefics3")
+
+
+def load_model(
+    name: str = "smolvlm-256m", device: str = "cpu", dtype: str = "fp32", seed: int = 0, weights: str = "default"
+) -> DecisionModel:
+    """A decision model in evaluation mode.
+
+    `name` is a preset (`smolvlm-256m`, `tiny`), a folder with a checkpoint in the published naming, or a hub name of a
+    SmolVLM backbone (fresh heads from `seed`). For the preset `smolvlm-256m` the text model takes SmolLM2-135M-Instruct's
+    weights from the offline package (4-bit, dequantised) and the rest is random from `seed`; with `weights="random"` all
+    of it is. `dtype` (`fp32`, `bf16`) is the backbone's, heads are fp32. Raises InputError for an unknown name, device
+    or dtype, for missing weights, and for a checkpoint with missing or extra keys.
+    """
+    if dtype not in DTYPES:
+        raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
+    if weights not in ("default", "random"):
+        raise InputError(f"weights is {weights!r}; choose default or random.")
+    _check_device(device)
+    if name in PRESETS:
+        model = _preset(name, seed, weights)
+    elif weights == "random":
+        raise InputError(f"weights='random' goes with a preset ({', '.join(PRESETS)}), not with {name!r}.")
+    elif Path(name).is_dir():
+        model = _folder(Path(name))
+    else:
+        model = _hub(name, seed)
+    return model.to_dtype(dtype).to(device).eval().requires_grad_(False)
+
+
+def weights_source() -> str:
+    """Which weights the preset `smolvlm-256m` takes, in words; raises InputError where the offline package is missing."""
+    return f"text model: SmolLM2-135M-Instruct, 4-bit dequantised ({offline_weights().name}); vision tower: random"
+
+
+def _check_device(device: str) -> None:
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise InputError(f"Unknown device {device!r}; use cpu or cuda.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise InputError("The device cuda was asked for, but torch sees no CUDA GPU here; use --device cpu.")
+
+
+@contextmanager
+def _seeded(seed: int):
+    """Random weights from `seed`, the caller's generator untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        yield
+
+
+def _preset(name: str, seed: int, weights: str) -> DecisionModel:
+    from transformers import SmolVLMConfig, SmolVLMModel
+
+    shape = PRESETS[name]
+    config = SmolVLMConfig(
+        vision_config={**shape["vision"], "image_size": shape["image_size"], "patch_size": 16},
+        text_config={
+            **shape["text"],
+            "model_type": "llama",
+            "head_dim": 64,
+            "vocab_size": VOCABULARY,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "max_position_embeddings": 8192,
+            "pad_token_id": 2,
+        },
+        scale_factor=4,
+        image_token_id=TEXT_VOCABULARY + SMOLVLM_TOKENS.index("<image>"),
+        pad_token_id=2,
+    )
+    said = f"random, seed {seed}"
+    with _seeded(seed):
+        model = DecisionModel(SmolVLMModel(config), DecisionConfig(image_size=shape["image_size"]), said, name)
+    if name == "smolvlm-256m" and weights == "default":
+        kept = _offline_text_weights(model.encoder.text_model)
+        embedding = kept.pop("embed_tokens.weight")
+        model.encoder.text_model.load_state_dict(kept, strict=False)
+        model.encoder.text_model.embed_tokens.weight.data[: len(embedding)] = embedding
+        model.weights = f"text SmolLM2-135M-Instruct (4-bit, dequantised); vision and heads {said}"
+    return model
+
+
+def _offline_text_weights(text_model) -> dict[str, torch.Tensor]:
+    """SmolLM2's weights by the text model's names; dequantised once and kept in the user's cache folder as fp16."""
+    kept = cache_folder() / "smollm2-135m-text.safetensors"
+    try:
+        found = load_file(kept)
+        if set(found) != set(text_model.state_dict()):
+            raise ValueError("another model's names")
+        return found
+    except Exception:  # a missing, torn or foreign file alike is made again
+        pass
+    from transformers import LlamaForCausalLM
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    print("Dequantising the text model's weights (once, about ten seconds) ...", flush=True)
+    with torch.device("meta"):
+        named = LlamaForCausalLM(text_model.config)
+    tensors = load_gguf_checkpoint(str(offline_weights()), return_tensors=True, model_to_load=named)["tensors"]
+    tensors = {name.removeprefix("model."): torch.as_tensor(value).half() for name, value in tensors.items()}
+    write_atomically(kept, save(tensors))
+    return tensors
+
+
+def _folder(folder: Path) -> DecisionModel:
+    from transformers import AutoConfig, AutoModel
+
+    for needed in ("vlm_agent_config.json", "backbone/config.json", "model.safetensors"):
+        if not (folder / needed).is_file():
+            raise InputError(f"The folder {folder} holds no {needed}, so it is no decision checkpoint.")
+    config = _decision_config(folder / "vlm_agent_config.json")
+    backbone = AutoConfig.from_pretrained(folder / "backbone")
+    if backbone.model_type not in BACKBONES:
+        raise InputError(
+            f"The backbone in {folder} is a {backbone.model_type!r}; decision checkpoints here are {' or '.join(BACKBONES)}."
+        )
+    added = tuple(SMOLVLM_TOKENS)
+    if (folder / "added_tokens.json").is_file():
+        ids = json.loads((folder / "added_tokens.json").read_text())
+        added = tuple(sorted(ids, key=ids.get))
+        if sorted(ids.values()) != list(range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids))):
+            raise InputError(
+                f"{folder}/added_tokens.json must number its tokens from {TEXT_VOCABULARY} on, without gaps."
+            )
+    with _seeded(0):
+        model = DecisionModel(AutoModel.from_config(backbone), config, f"checkpoint {folder.name}", folder.name, added)
+    state = _read_state(folder / "model.safetensors", model.state_dict())
+    missing, extra = set(model.state_dict()) - set(state), set(state) - set(model.state_dict())
+    if missing or extra:
+        said = [
+            f"{len(keys)} {word} ({min(keys)}, ...)" for keys, word in ((missing, "missing"), (extra, "extra")) if keys
+        ]
+        raise InputError(f"{folder}/model.safetensors does not fit this model: {' and '.join(said)}.")
+    for name, value in state.items():
+        if value.shape != model.state_dict()[name].shape:
+            raise InputError(
+                f"{folder}/model.safetensors: {name} is {tuple(value.shape)}, the config says "
+                f"{tuple(model.state_dict()[name].shape)}."
+            )
+    model.load_state_dict({name: value.float() for name, value in state.items()})
+    return model
+
+
+def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
+    """All tensors of a file; a table stored as `<name>.ids` and `<name>.rows` is filled out with zero rows."""
+    try:
+        with safe_open(path, "pt") as file:
+            state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except Exception as error:
+        raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
+    for name in [name.removesuffix(".ids") for name in state if name.endswith(".ids")]:
+        ids, rows = state.pop(f"{name}.ids").long(), state.pop(f"{name}.rows")
+        if name in expected:
+            state[name] = torch.zeros(expected[name].shape).index_copy(0, ids, rows.float())
+    return state
+
+
+def _decision_config(path: Path) -> DecisionConfig:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path} is not valid JSON: {error}.") from None
+    said = {field.name: said[field.name] for field in fields(DecisionConfig) if field.name in said}
+    # The old name of block attention.
+    if said.get("option_attention") == "bidirectional":
+        said["option_attention"] = "block"
+    if said.get("option_attention", "causal") not in OPTION_ATTENTION:
+        raise InputError(f"{path}: option_attention is {said['option_attention']!r}; it is causal or block.")
+    return DecisionConfig(**{**said, "temperature": tuple(said.get("temperature", (1.0, 1.0, 1.0)))})
+
+
+def _hub(name: str, seed: int) -> DecisionModel:
+    from transformers import AutoModel
+
+    if "/" not in name:
+        raise InputError(
+            f"Unknown model {name!r}: it is no preset ({', '.join(PRESETS)}), no folder, and no hub name (owner/name)."
+        )
+    try:
+        encoder = AutoModel.from_pretrained(name, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"The model {name!r} is not in the hub's cache and the hub did not give it: {reason}"
+        ) from None
+    if encoder.config.model_type not in BACKBONES:
+        raise InputError(
+            f"{name} is a {encoder.config.model_type!r}; decisions are taken with {' or '.join(BACKBONES)}."
+        )
+    with _seeded(seed):
+        return DecisionModel(encoder, DecisionConfig(), f"{name}; heads random, seed {seed}", name)

@@ -1,0 +1,154 @@
+"""The vision decision model: transformers' vision tower, connector and text model under one question's heads.
+
+The three parts are called one by one and the image rows merged here. The outer forward of transformers is not used: its
+arguments changed between 5.17 and 5.24, and an argument it no longer knows is ignored without a word, which leaves
+answers that do not depend on the frame.
+"""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import LlamaModel
+
+from lab.errors import InputError
+from lab.models.heads import DecisionHeads, temperature_for
+from lab.tokens import SMOLVLM_TOKENS, Row, build_row, image_tokens, load_tokenizer
+from lab.workloads import QUESTION_TYPES, Question
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OPTION_ATTENTION = ("causal", "block")
+# transformers 5.24 renamed the argument; the new name is silently swallowed by 5.17, which then keeps nothing.
+CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
+
+
+@dataclass(frozen=True)
+class DecisionConfig:
+    """What a decision checkpoint says besides its weights, under the published names (`vlm_agent_config.json`)."""
+
+    image_size: int = 512
+    option_attention: str = "causal"
+    preprocess: str = "gpu"
+    image_interpolation: str = "processor"
+    image_split_edge: int = 0
+    readout: str = "terminator"
+    head_layers: int = 2
+    n_act: int = 2
+    max_len: int = 1024
+    head_max_len: int = 256
+    temperature: tuple[float, ...] = (1.0, 1.0, 1.0)
+    temperature_by_options: Mapping[str, float] = field(default_factory=dict)
+
+
+class DecisionModel(DecisionHeads):
+    """A backbone (SmolVLM or Idefics3 classes, any size) with decision heads.
+
+    `encoder` holds the backbone in its dtype, the heads are fp32. `weights` says in words which weights these are.
+    """
+
+    def __init__(self, encoder, config: DecisionConfig, weights: str, name: str, added_tokens=tuple(SMOLVLM_TOKENS)):
+        super().__init__(encoder.config.text_config.hidden_size, config.head_layers, config.n_act)
+        self.encoder = encoder
+        self.config = config
+        self.weights = weights
+        self.name = name
+        self.added_tokens = added_tokens
+        vision = encoder.config.vision_config
+        self.image_tokens = image_tokens(config.image_size, vision.patch_size, encoder.config.scale_factor)
+
+    @property
+    def device(self) -> torch.device:
+        return self.type_emb.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.encoder.dtype
+
+    @property
+    def dtype_name(self) -> str:
+        return next(name for name, dtype in DTYPES.items() if dtype == self.dtype)
+
+    def to_dtype(self, dtype: str) -> "DecisionModel":
+        """Cast the backbone to `fp32` or `bf16`; the heads stay fp32."""
+        self.encoder.to(DTYPES[dtype])
+        return self
+
+    def set_attention(self, kernel: str) -> None:
+        """Choose transformers' attention kernel (`sdpa` or `eager`) in the vision tower and the text model."""
+        for part in (self.encoder, self.encoder.vision_model, self.encoder.text_model):
+            part.set_attn_implementation(kernel)
+
+    def row(self, question: Question, frames: int = 1, state=None) -> Row:
+        """The question's token row for this model; see `lab.tokens.build_row`."""
+        tokenizer = load_tokenizer(self.added_tokens)
+        return build_row(
+            tokenizer, question, frames, self.image_tokens, state, self.config.max_len, self.config.head_max_len
+        )
+
+    def temperature_of(self, question: Question) -> float:
+        return temperature_for(question, self.config.temperature, self.config.temperature_by_options)
+
+    def images(self, pixels: Tensor) -> Tensor:
+        """Image rows after the connector, [images, image tokens, width], of pixels [images, 3, size, size]."""
+        hidden = self.encoder.vision_model(pixel_values=pixels).last_hidden_state
+        return self.encoder.connector(hidden)
+
+    def merge(self, ids: Tensor, positions: Tensor, image_rows: Tensor) -> Tensor:
+        """Input embeddings [batch, length, width]: embedded ids [batch, length] with image rows at `positions`.
+
+        positions int64 [image positions per row], the same in every row; image_rows [batch * frames, tokens, width].
+        """
+        embeds = self.encoder.text_model.get_input_embeddings()(ids)
+        rows = image_rows.reshape(len(ids), -1, embeds.shape[-1]).to(embeds.dtype)
+        if rows.shape[1] != len(positions):
+            raise RuntimeError(f"{rows.shape[1]} image rows for {len(positions)} image positions.")
+        return embeds.index_copy(1, positions, rows)
+
+    def language(self, embeds: Tensor, mask: Tensor | None = None, cache=None) -> Tensor:
+        """The text model's last hidden states (after its final norm), [batch, length, width].
+
+        mask: None for plain causal, bool [batch, keys] padding, or additive [batch, 1, queries, keys]. With a
+        key/value `cache` of transformers the embeddings continue what it holds, and their keys and values are added.
+        """
+        kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE_ARGUMENT: cache}
+        return self.encoder.text_model(inputs_embeds=embeds, attention_mask=mask, **kept).last_hidden_state
+
+    def describe(self) -> dict:
+        return {
+            "model": self.name,
+            "weights": self.weights,
+            "dtype": self.dtype_name,
+            "device": self.device.type,
+            "attention": self.encoder.text_model.config._attn_implementation,
+            "image_size": self.config.image_size,
+        }
+
+
+def block_mask(row: Row, dtype: torch.dtype, device) -> Tensor:
+    """Additive attention mask [1, 1, length, length]: causal, and both ways among the tokens of the options.
+
+    0 where a query may see a key, the dtype's lowest number elsewhere.
+    """
+    place = torch.arange(len(row), device=device)
+    inside = (place >= row.option_span[0]) & (place < row.option_span[1])
+    allowed = (place[None, :] <= place[:, None]) | (inside[None, :] & inside[:, None])
+    mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
+    return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
+
+
+def check_model_supports(model: DecisionModel, option_attention: str, pixels: str) -> None:
+    """Raise InputError where a step cannot be built on this model with these settings."""
+    if option_attention not in OPTION_ATTENTION:
+        raise InputError(f"option_attention is {option_attention!r}; choose one of {', '.join(OPTION_ATTENTION)}.")
+    if pixels not in ("device", "processor"):
+        raise InputError(f"pixels is {pixels!r}; choose device or processor.")
+    if model.config.readout != "terminator":
+        raise InputError(f"This checkpoint reads out at {model.config.readout!r}; this step needs terminator readouts.")
+    if model.config.image_split_edge:
+        raise InputError("This checkpoint splits images (image_split_edge is set); this step sees one view per frame.")
+
+
+def type_id(question: Question) -> int:
+    return QUESTION_TYPES.index(question.type)

@@ -1,0 +1,46 @@
+"""The same decision in two passes: the image prefix, then question and options on its key/value cache."""
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from lab.measure import stage
+from lab.models.heads import Decisions
+from lab.steps.eager import EagerStep, Inputs
+
+
+class SplitStep(EagerStep):
+    """EagerStep's decision with the language stage cut where the frame's part ends.
+
+    Stages `language_prefix` (prefix and image tokens, filling the cache), `language_question` (question and options on
+    it) and `restore` (the cache emptied for the next frame). Equal to EagerStep to 1e-4 on logits in fp32; the prefix
+    stage alone is what a decision's language part would cost if the question were free.
+    """
+
+    def __init__(self, *args, name: str | None = None, **kwargs):
+        super().__init__(*args, name=name or "split", **kwargs)
+        self.cut = self.row.segment("question").start
+        self.cache = self._empty_cache()
+
+    def decide(self, frames) -> Decisions:
+        """Answer on frames uint8 [batch, frames, height, width, 3]."""
+        try:
+            decisions = super().decide(frames)
+        except BaseException:
+            self.cache = self._empty_cache()  # an interrupted pass leaves layers of unequal length
+            raise
+        with stage("restore"):
+            self.cache.crop(-len(self.row))
+        return decisions
+
+    def _empty_cache(self) -> DynamicCache:
+        return DynamicCache(config=self.model.encoder.text_model.config)
+
+    def _language(self, inputs: Inputs, image_rows: Tensor) -> Tensor:
+        with stage("language_prefix"):
+            embeds = self._embed(inputs, image_rows)
+            prefix = self.model.language(embeds[:, : self.cut], cache=self.cache)
+        with stage("language_question"):
+            attention = inputs.attention[:, :, self.cut :] if self.option_attention == "block" else inputs.attention
+            question = self.model.language(embeds[:, self.cut :], attention, cache=self.cache)
+            return torch.cat([prefix, question], dim=1)

@@ -1,0 +1,79 @@
+"""Questions and the workload file: what is understood and what is refused."""
+
+import pytest
+
+import lab
+from lab.errors import InputError
+from lab.workloads import get_workload, load_workloads
+
+
+def test_the_six_shipped_workloads():
+    known = load_workloads()
+    assert list(known) == ["breakout", "pong", "boxing", "doom_basic", "doom_deadly_corridor", "pong_two_frames"]
+    assert known["pong_two_frames"].question == known["pong"].question
+    assert known["pong_two_frames"].frames == 2
+    assert known["boxing"].source == "atari:Boxing" and len(known["boxing"].question.options) == 18
+
+
+def test_options_render_as_name_and_description():
+    question = lab.Question("choice", "Which?", {"LEFT": "move left", "WAIT": None})
+    assert question.rendered == ["LEFT: move left", "WAIT"]
+    assert question.names == ["LEFT", "WAIT"]
+    assert lab.Question("score", "How much?", ["none", "all"]).rendered == ["level 0: none", "level 1: all"]
+    assert lab.Question("noul", "Is it?", {"true": "it is"}).rendered == ["false", "true: it is"]
+    assert question.reordered([1, 0]).names == ["WAIT", "LEFT"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("pick", "Which?", ["a", "b"]), "Unknown question type 'pick'"),
+        (("choice", " ", ["a", "b"]), "needs instructions"),
+        (("choice", "Which?", ["a"]), "two or more options, this one has 1"),
+        (("choice", "Which?", ["a", "b", "a"]), "'a' appears twice"),
+        (("choice", "Which?", [str(i) for i in range(256)]), "256 options are more than the 255"),
+        (("choice", "Which?", "abc"), "not the single text 'abc'"),
+        (("noul", "Is it?", ["yes", "no"]), "the options false and true, not yes, no"),
+    ],
+)
+def test_questions_that_cannot_be_asked_are_refused(arguments, words):
+    with pytest.raises(InputError, match=words):
+        lab.Question(*arguments)
+
+
+def test_unknown_workload_names_the_nearest():
+    with pytest.raises(InputError, match="Unknown workload 'pongg'.*Did you mean 'pong'"):
+        get_workload("pongg")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[a]\nsource = 'atari:Pong'\n", "'a' lacks 'instructions'"),
+        ("[a]\nsource = 1\nfps = 3\n", "unknown key 'fps'"),
+        ("a = 1\n", "outside a table"),
+        ("[a\n", "cannot be read"),
+        ("[a]\nlike = 'b'\n", "is like 'b'"),
+        ("[a]\nsource = 'atari:Pong'\ninstructions = 'W?'\noptions = ['a']\n", "workload 'a': A question needs two"),
+        ("[a]\nsource = 'atari:Pong'\ninstructions = 'W?'\noptions = ['a', 'b']\nframes = 9\n", "frames is 9"),
+    ],
+)
+def test_workload_files_that_cannot_be_read_are_refused(tmp_path, text, words):
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        load_workloads(path)
+
+
+def test_missing_workload_file_is_refused(tmp_path):
+    with pytest.raises(InputError, match="cannot be read"):
+        load_workloads(tmp_path / "none.toml")
+
+
+def test_importing_lab_loads_no_torch():
+    import subprocess
+    import sys
+
+    code = "import lab, sys; print(sorted({'torch', 'transformers', 'matplotlib', 'gymnasium'} & set(sys.modules)))"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
