@@ -1,0 +1,115 @@
+"""Doom scenarios through ViZDoom: 320 x 240 RGB24, every action held 4 tics, the window hidden."""
+
+import tempfile
+from contextlib import chdir
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+from lab.envs import EmulatorMissing, unknown
+from lab.errors import InputError
+
+SEVERAL_PLAYERS = ("cig", "multi", "multi_duel")  # these wait for a host
+
+
+def scenarios() -> list[str]:
+    """Names of the scenarios ViZDoom ships for one player, as in `doom:NAME`. EmulatorMissing where it does not load."""
+    shipped = {path.stem for path in Path(_emulator().scenarios_path).glob("*.cfg")}
+    return sorted(shipped.difference(SEVERAL_PLAYERS))
+
+
+def _emulator() -> Any:
+    try:
+        import vizdoom
+    except ImportError as error:
+        raise EmulatorMissing(f"Doom needs ViZDoom ({error}); install it with `pip install vizdoom`.") from None
+    return vizdoom
+
+
+class Doom:
+    """One Doom scenario as shipped; frames uint8 [240, 320, 3]. An action is a button's number or a 0/1 list."""
+
+    terminal_frame = False
+
+    def __init__(self, scenario: str, seed: int = 0, tics: int = 4):
+        known = scenarios()
+        if scenario in SEVERAL_PLAYERS:
+            raise InputError(f"The scenario {scenario} is for several players; take one of {', '.join(known)}.")
+        if scenario not in known:
+            raise unknown("Doom scenario", scenario, known)
+        if not isinstance(tics, int) or tics < 1:
+            raise InputError(f"An action is held {tics!r} tics; give a whole number from 1.")
+        vizdoom = _emulator()
+        self.source, self._tics = f"doom:{scenario}", tics
+        self._folder = tempfile.TemporaryDirectory(prefix="refrain-doom-", ignore_cleanup_errors=True)
+        self._game = game = vizdoom.DoomGame()
+        try:
+            game.load_config(str(Path(vizdoom.scenarios_path) / f"{scenario}.cfg"))
+            game.set_window_visible(False)
+            game.set_screen_format(vizdoom.ScreenFormat.RGB24)
+            game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
+            game.set_mode(vizdoom.Mode.PLAYER)  # waits for every action
+            game.set_seed(seed)
+            # the engine, its own process, writes an .ini file and a folder where it starts: keep the user's folder clean
+            game.set_doom_config_path(str(Path(self._folder.name) / "engine.ini"))
+            others = psutil.Process().children()
+            with chdir(self._folder.name):
+                game.init()
+            self._engine = [child for child in psutil.Process().children() if child not in others]
+        except vizdoom.FileDoesNotExistException as error:
+            raise InputError(f"The scenario {scenario} lacks a file: {error} Take another scenario.") from None
+        except vizdoom.ViZDoomErrorException as error:
+            raise InputError(f"ViZDoom does not start with the scenario {scenario}: {error}") from None
+        self.actions = [button.name for button in game.get_available_buttons()]
+        self._last: np.ndarray | None = None
+
+    def reset(self, seed: int | None = None) -> np.ndarray:
+        """Begin an episode and return its first frame. A seed starts the game's random numbers over; without one they
+        go on from the seed given at the start."""
+        if seed is not None:
+            self._game.set_seed(seed)
+        self._game.new_episode()
+        return self._frame()
+
+    def step(self, action: int | list[int]) -> tuple[np.ndarray, float, bool]:
+        """Hold an action for the tics: the new frame, the reward, and whether the episode ended.
+
+        The end shows no frame: the last one seen is returned again.
+        """
+        count = len(self.actions)
+        if isinstance(action, int | np.integer):
+            if not 0 <= action < count:
+                raise InputError(f"{self.source} has no button {action!r}; it has 0 to {count - 1}.")
+            action = [int(button == action) for button in range(count)]
+        elif len(action) != count:
+            raise InputError(f"{self.source} has {count} buttons, the action has {len(action)} numbers.")
+        reward = self._game.make_action(action, self._tics)
+        ended = self._game.is_episode_finished()
+        return (self._last if ended else self._frame()), float(reward), ended
+
+    def _frame(self) -> np.ndarray:
+        self._last = self._game.get_state().screen_buffer.copy()  # the buffer belongs to the engine
+        return self._last
+
+    def describe(self) -> dict[str, Any]:
+        """What decides how the game runs, as it is in effect: for the environment record."""
+        game = self._game
+        return {
+            "source": self.source,
+            "emulator": f"vizdoom {version('vizdoom')}",
+            "frameskip": self._tics,
+            "repeat_probability": 0.0,
+            "screen": [game.get_screen_height(), game.get_screen_width(), game.get_screen_channels()],
+            "actions": len(self.actions),
+            "skill": game.get_doom_skill(),
+            "episode_timeout_tics": game.get_episode_timeout(),
+        }
+
+    def close(self) -> None:
+        """Stop the engine and remove its folder, once the engine has written its settings there."""
+        self._game.close()
+        psutil.wait_procs(self._engine, timeout=5)
+        self._folder.cleanup()
