@@ -94,7 +94,7 @@ class CudaClock:
         self._cuda.synchronize(self._device)
 
     def elapsed_ms(self, begin, end) -> float:
-        return begin.elapsed_time(end) if begin is not None and end is not None else 0.0
+        return begin.elapsed_time(end)
 
 
 def clock_for(device: str):
@@ -107,7 +107,7 @@ def clock_for(device: str):
 
 
 def default_device() -> str:
-    """ "cuda" where this process has used it, else "cpu".
+    """The device in use: "cuda" where this process has touched it, else "cpu".
 
     A reader's function may run on the GPU without saying so; timed without waiting for it, it would look fast.
     """
@@ -139,5 +139,7 @@ def time_call(call: Callable, *args, clock=None) -> dict[str, float]:
     del answer
     times: dict[str, float] = {}
     for name, first, last in recorder.pieces:
+        if first is None or last is None:  # not marked: inside a capture
+            continue
         times[name] = times.get(name, 0.0) + clock.elapsed_ms(first, last)
     return times | {"total": (end - begin) / 1e6}
