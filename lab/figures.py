@@ -6,9 +6,11 @@ colour-blind-safe palette of Okabe and Ito ("Color Universal Design", 2008), and
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import Any
 
 import matplotlib.pyplot as plt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -83,3 +85,113 @@ class View:
 
     def __str__(self) -> str:
         return self.text
+
+
+# ---------------------------------------------------------------------------------------------------- token layout
+
+SEGMENT_COLOURS = {"prefix": GREY, "image": ORANGE, "state": PURPLE, "question": BLUE, "options": GREEN}
+SEGMENTS = ("prefix", "image", "question", "options")
+
+
+def token_bars(table: Sequence[dict]) -> Figure:
+    """One bar per workload, as long as its tokens, coloured by segment; the share that never changes at its end.
+
+    `table` is what `lab.experiments.token_layout.table` returns.
+    """
+    figure, axes = new_figure(7.5, 0.5 + 0.45 * len(table))
+    for place, line in enumerate(table):
+        left = 0
+        for name in SEGMENTS:
+            axes.barh(place, line[name], left=left, color=SEGMENT_COLOURS[name], height=0.62)
+            if line[name] > 20:
+                label = f"{name} {line[name]}" if line[name] > 40 else str(line[name])
+                axes.text(left + line[name] / 2, place, label, ha="center", va="center", color="white", fontsize=8)
+            left += line[name]
+        axes.text(left + 3, place, f"{line['fixed_share']} % fixed", va="center", fontsize=9)
+    axes.set_yticks(range(len(table)), [line["workload"] for line in table])
+    axes.invert_yaxis()
+    axes.set_xlabel("position in the row (tokens)")
+    axes.set_xlim(0, max(line["total"] for line in table) * 1.15)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return figure
+
+
+def token_strip(tokens: Sequence[dict], title: str) -> View:
+    """Every token of one row as a coloured cell: its text, on hover its position, id and segment; readouts are framed.
+
+    `tokens` is what `lab.experiments.token_layout.tokens` returns.
+    """
+    cells = []
+    for token in tokens:
+        name, colour = token["segment"], SEGMENT_COLOURS[token["segment"]]
+        shown = escape(token["text"].replace("\n", "⏎").strip() or "␣")
+        if name == "image" and shown == "<image>":
+            shown = "▪"
+        readout = "" if token["option"] is None else f", readout of option {token['option']}"
+        frame = "" if token["option"] is None else f"outline:2px solid {VERMILION};outline-offset:-1px;"
+        about = f"position {token['position']}, id {token['id']}, {name}{readout}"
+        cells.append(
+            f'<span title="{about}" style="background:{colour}40;{frame}border-radius:2px;'
+            f'padding:0 3px;margin:1px;display:inline-block">{shown}</span>'
+        )
+    counts = {name: sum(token["segment"] == name for token in tokens) for name in SEGMENT_COLOURS}
+    counts = {name: count for name, count in counts.items() if count}
+    key = " ".join(
+        f'<span style="background:{SEGMENT_COLOURS[name]}40;border-radius:2px;padding:0 4px">{name} {count}</span>'
+        for name, count in counts.items()
+    )
+    html = (
+        f'<div style="font:12px/1.6 monospace;color:inherit"><b>{escape(title)}</b>, {len(tokens)} tokens: {key} '
+        f'<span style="outline:2px solid {VERMILION};outline-offset:-1px;padding:0 4px">readout</span>'
+        f'<div style="margin-top:4px">{"".join(cells)}</div></div>'
+    )
+    listed = ", ".join(f"{name} {count}" for name, count in counts.items())
+    return View(html, f"{title}: {len(tokens)} tokens ({listed})")
+
+
+# ---------------------------------------------------------------------------------------------------- latency
+
+STAGE_COLOURS = {
+    "build_inputs": PURPLE,
+    "resize": SKY,
+    "vision": ORANGE,
+    "language": BLUE,
+    "language_prefix": BLUE,
+    "language_question": SKY,
+    "restore": PURPLE,
+    "heads": GREEN,
+    "readback": GREY,
+}
+
+
+def stage_bars(tables: dict[str, pd.DataFrame]) -> Figure:
+    """One bar per workload and arm, cut into its stages (median ms), with the whole decision's interval at its end.
+
+    `tables` holds, by workload, what `lab.experiments.latency.stage_table` returns.
+    """
+    lines = [
+        (name, arm, part.set_index("stage")) for name, t in tables.items() for arm, part in t.groupby("arm", sort=False)
+    ]
+    figure, axes = new_figure(7.5, 0.8 + 0.42 * len(lines))
+    longest = max(part.loc["total", "median"] for _, _, part in lines)
+    for place, (_, _, part) in enumerate(lines):
+        left = 0.0
+        for stage, line in part.drop(index="total").iterrows():
+            axes.barh(place, line["median"], left=left, color=STAGE_COLOURS.get(stage, GREY), height=0.62)
+            if line["median"] > 0.09 * longest:
+                text = f"{stage.replace('_', ' ')} {line['median']:.4g}"
+                axes.text(left + line["median"] / 2, place, text, ha="center", va="center", color="white", fontsize=8)
+            left += line["median"]
+        total = part.loc["total"]
+        error = [[total["median"] - total["low"]], [total["high"] - total["median"]]]
+        axes.errorbar(total["median"], place, xerr=error, color=GREY, capsize=3)
+        right = total["high"] if total["high"] == total["high"] else total["median"]
+        axes.text(right + 0.01 * longest, place, f"{total['median']:.4g}", va="center", fontsize=9)
+    axes.set_yticks(range(len(lines)), [f"{name}, {arm}" for name, arm, _ in lines])
+    axes.invert_yaxis()
+    axes.set_xlabel("time of one decision (ms, median; bar end: 95 % interval)")
+    axes.set_xlim(0, longest * 1.15)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    return figure

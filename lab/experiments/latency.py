@@ -1,0 +1,281 @@
+"""Notebook 02: where one decision's time goes, what limits each part, and what caching the question could save at most."""
+
+import gzip
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from lab import stats
+from lab.envs import EmulatorMissing, frames_for, make, one_hot
+from lab.errors import InputError
+from lab.measure import Arm, compare
+from lab.records import clean, join_rows
+from lab.workloads import Workload, get_workload
+
+PROFILES = {
+    "smoke": {"preset": "tiny", "workloads": ["pong", "pong_two_frames"], "blocks": 8, "budget_s": 60},
+    "standard": {
+        "preset": "smolvlm-256m",
+        "workloads": ["pong", "doom_basic", "pong_two_frames"],
+        "blocks": 10,
+        "budget_s": 160,
+    },
+    "full": {
+        "preset": "smolvlm-256m",
+        "workloads": ["breakout", "pong", "boxing", "doom_basic", "doom_deadly_corridor", "pong_two_frames"],
+        "blocks": 30,
+        "budget_s": 600,
+    },
+}
+BASE = "causal"  # the arm the others are compared with, as the published tables do
+ARMS = (BASE, "block", "split", "other weights", "in loop")
+
+
+def run(
+    profile: str = "standard",
+    *,
+    out: Path | str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    preset: str | None = None,
+) -> pd.DataFrame:
+    """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
+
+    Arms of each: the whole sequence with causal and with block option attention, the same split at the image's end;
+    the first workload also has an arm with other weights, and one in which the game moves on between decisions.
+    Raises InputError for an unknown profile, device or preset before anything is measured.
+    """
+    from lab.models import load_model
+
+    settings = settings_of(profile)
+    preset = preset or settings["preset"]
+    model = load_model(preset, device, dtype, seed)
+    tables = []
+    for number, name in enumerate(settings["workloads"]):
+        workload = get_workload(name)
+        arms = _arms(model, workload)
+        if number == 0:
+            other = load_model(preset, device, dtype, seed + 1, weights="random")
+            arms.append(Arm.of(_step(other, workload, "other weights")))
+            arms.append(arms[0].in_loop(_player(workload, seed), "in loop"))
+        tables.append(
+            compare(
+                arms,
+                frames_for(workload, 8, seed)[:, None],
+                blocks=settings["blocks"],
+                budget_s=settings["budget_s"],
+                seed=seed,
+                out=out,
+                title=name,
+                tags={"workload": name, "preset": preset},
+            )
+        )
+    return join_rows(tables)
+
+
+def settings_of(profile: str) -> dict:
+    """The sample counts and presets of a profile; InputError for an unknown one."""
+    if profile not in PROFILES:
+        raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
+    return PROFILES[profile]
+
+
+def _step(model, workload: Workload, name: str, attention: str = "causal"):
+    from lab.steps import EagerStep
+
+    return EagerStep(model, workload.question, workload.frames, attention, name=name)
+
+
+def _arms(model, workload: Workload) -> list[Arm]:
+    from lab.steps import SplitStep
+
+    steps = [
+        _step(model, workload, BASE),
+        _step(model, workload, "block", "block"),
+        SplitStep(model, workload.question, workload.frames, "causal", name="split"),
+    ]
+    return [Arm.of(step) for step in steps]
+
+
+def _player(workload: Workload, seed: int):
+    """A function that plays one random decision of the workload's game; without the emulator it does nothing."""
+    try:
+        env = make(workload.source, seed)
+    except EmulatorMissing:
+        return lambda: None
+    policy = one_hot(env, seed)
+    env.reset()
+
+    def play_on():
+        if env.step(policy(None))[2]:
+            env.reset()
+
+    return play_on
+
+
+# ------------------------------------------------------------------------------------------------ rows -> results
+
+
+def stage_table(rows: pd.DataFrame, title: str, arms=ARMS) -> pd.DataFrame:
+    """Median ms per stage and arm of one workload, with intervals: columns arm, stage, median, low, high, share."""
+    part = rows[rows["title"] == title]
+    table = stats.summary(part, BASE)
+    table = table[table["arm"].isin(arms)]
+    total = table[table["stage"] == "total"].set_index("arm")["median"]
+    return table.assign(share=table["median"] / table["arm"].map(total))[
+        ["arm", "stage", "n", "median", "low", "high", "share"]
+    ]
+
+
+def saving(rows: pd.DataFrame, title: str) -> dict:
+    """What caching the question could save at most: the language stage of the whole minus the image prefix's.
+
+    Keys `ms` and `share` (of the whole decision), each an Estimate from per-block differences, and `tokens`.
+    """
+    part = rows[rows["title"] == title]
+    timed = part[part["phase"] == "timed"]
+    block = timed.pivot_table(index=["run", "block"], columns=["arm", "stage"], values="ms")
+    saved = block[BASE, "language"] - block["split", "language_prefix"]
+    return {"ms": stats.median_interval(saved), "share": stats.median_interval(saved / block[BASE, "total"])}
+
+
+def difference(rows: pd.DataFrame, title: str, arm: str) -> dict:
+    """One arm against the causal one: the paired ratio, the A/A ratio, whether a difference is shown, and the sentence."""
+    part = rows[rows["title"] == title]
+    ratio = stats.paired_ratio(part, arm, BASE)
+    again = stats.paired_ratio(part, BASE + stats.AGAIN, BASE)
+    return {
+        "arm": arm,
+        "ratio": ratio,
+        "again": again,
+        "shown": stats.difference_shown(ratio, again),
+        "sentence": stats.sentence(arm, ratio, again, BASE),
+    }
+
+
+def answer(rows: pd.DataFrame) -> str:
+    """The notebook's answer in two sentences, computed from the rows."""
+    said = []
+    for title in dict.fromkeys(rows["title"]):
+        table = stage_table(rows, title, [BASE]).set_index("stage")
+        largest = table.drop(index="total")["share"].idxmax()
+        cached = saving(rows, title)
+        low, high = cached["share"].low, cached["share"].high
+        could = (
+            f"caching the question could save at most {cached['share'].value:.1%} [{low:.1%}, {high:.1%}]"
+            if low > 0
+            else "that caching the question could save anything is not shown"
+        )
+        said.append(
+            f"{title}: {table.loc['total', 'median']:.0f} ms a decision, {table.loc[largest, 'share']:.0%} of it in the "
+            f"stage {largest}; {could}."
+        )
+    return " ".join(said)
+
+
+def trace(
+    folder: Path | str, profile: str = "standard", seed: int = 0, device: str = "cpu", dtype: str = "fp32"
+) -> Path:
+    """Write a Chrome trace of one decision of the profile's first workload to `folder`/decision.trace.json.gz."""
+    import torch
+
+    from lab.models import load_model
+
+    settings = settings_of(profile)
+    workload = get_workload(settings["workloads"][0])
+    step = _step(load_model(settings["preset"], device, dtype, seed), workload, BASE)
+    frames = frames_for(workload, 1, seed)
+    step.decide(frames)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if device != "cpu":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as profiler:
+        step.decide(frames)
+    path = Path(folder) / "decision.trace.json"
+    profiler.export_chrome_trace(str(path))
+    with open(path, "rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
+        shutil.copyfileobj(plain, packed)
+    path.unlink()
+    return Path(f"{path}.gz")
+
+
+# ------------------------------------------------------------------------------------------------ lab bench latency
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What `lab bench latency` found: the rows and what is read from them."""
+
+    rows: pd.DataFrame
+    workload: str
+    hz: float | None
+
+    def table(self) -> str:
+        table = stage_table(self.rows, self.workload, [BASE])
+        wide = table.assign(share=table["share"].map("{:.1%}".format)).drop(columns=["arm"])
+        return stats.Table(wide).__repr__()
+
+    @property
+    def verdict(self) -> str:
+        tail = stats.percentiles(self.rows, BASE)
+        table = stage_table(self.rows, self.workload, [BASE]).set_index("stage")
+        largest = table.drop(index="total")["share"].idxmax()
+        said = (
+            f"{self.workload}: p50 {tail['p50']:.1f}, p95 {tail['p95']:.1f}, p99 {tail['p99']:.1f} ms a decision; "
+            f"{table.loc[largest, 'share']:.0%} of it in {largest}"
+        )
+        if self.hz is None:
+            return said + "."
+        missed = stats.missed_deadlines(self.rows, BASE, self.hz)
+        return (
+            said + f"; at {self.hz:g} decisions a second {missed['missed']} of {missed['of']} missed their deadline of "
+            f"{missed['period_ms']:.0f} ms."
+        )
+
+    def to_json(self) -> dict:
+        deadlines = stats.missed_deadlines(self.rows, BASE, self.hz) if self.hz else None
+        return clean(
+            {
+                "workload": self.workload,
+                "stages": stage_table(self.rows, self.workload, [BASE]).drop(columns="arm"),
+                **stats.percentiles(self.rows, BASE),
+                "deadlines": deadlines,
+                "unattributed": float(stats.attribution(self.rows).set_index("arm").loc[BASE, "unattributed"]),
+                "describe": self.rows["describe"].iloc[0],
+                "notes": stats.notes(self.rows),
+                "verdict": self.verdict,
+            }
+        )
+
+
+def bench(
+    model: str = "smolvlm-256m",
+    device: str = "cpu",
+    dtype: str = "fp32",
+    workload: str = "pong",
+    hz: float | None = None,
+    out: Path | str | None = None,
+    seed: int = 0,
+) -> Bench:
+    """Time one workload's decision and its stages beside an A/A arm: 30 blocks, or as many as 60 seconds hold.
+
+    `model` is anything `lab.load_model` takes. Raises InputError for an unknown name before anything is timed.
+    """
+    from lab.models import load_model
+
+    asked = get_workload(workload)
+    step = _step(load_model(model, device, dtype, seed), asked, BASE)
+    rows = compare(
+        [Arm.of(step)],
+        frames_for(asked, 8, seed)[:, None],
+        blocks=30,
+        budget_s=60,
+        seed=seed,
+        out=out,
+        title=workload,
+        tags={"workload": workload, "preset": model},
+    )
+    return Bench(rows, workload, hz)
