@@ -132,8 +132,6 @@ def _article(default: Any) -> str:
 
 def prepare(paths: list[Path], profile: str, parameters: dict[str, Any]) -> list[Notebook]:
     """Check all notebooks and parameters before anything runs; a parameter goes to every notebook that declares it."""
-    if profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
     declared = {path: read_parameters(path) for path in paths}
     for name in parameters:
         takers = [path for path in paths if name in declared[path]]
@@ -345,6 +343,8 @@ def run(
     Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others still run), 130 after
     Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
     """
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
     say("reading the notebooks ...")
     paths = select(Path(folder).resolve() if folder else notebooks_folder(), only)
     notebooks = prepare(paths, profile, parameters or {})

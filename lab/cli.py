@@ -1,0 +1,179 @@
+"""The command `lab`. Each command imports what it needs when it runs, so that help comes at once and `lab bench` works
+on a machine that has no Jupyter, emulators, gymnasium, ipywidgets or papermill."""
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lab.errors import InputError
+
+app = typer.Typer(
+    help="Measure what a vision-language model's decisions cost when the question stays and only the frame changes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure from the command line, no Jupyter needed.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON; its document is the last line.")]
+
+
+@app.command()
+def run(
+    profile: Annotated[str, typer.Option(help="smoke (seconds), standard (minutes), full (for a GPU).")] = "standard",
+    out: Annotated[Path | None, typer.Option(help="Folder to write into [default: reports/<date-time>].")] = None,
+    only: Annotated[str | None, typer.Option(help="Which notebooks: 01,05 or their names.")] = None,
+    parameter: Annotated[
+        list[str] | None,
+        typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a notebook parameter; may be repeated."),
+    ] = None,
+    notebooks: Annotated[Path | None, typer.Option(help="Folder of the notebooks [default: the checkout's].")] = None,
+) -> None:
+    """Run the notebooks and write a report that opens anywhere: FOLDER/index.html."""
+    from lab import runner
+
+    pairs = [text.partition("=") for text in parameter or []]
+    for name, equals, _ in pairs:
+        if not (name and equals):
+            raise InputError(f"-p takes a name and a value, not {name!r} alone")
+    raise typer.Exit(runner.run(profile, out, only, {name: value for name, _, value in pairs}, notebooks))
+
+
+@app.command()
+def report(folder: Annotated[Path, typer.Argument(help="What `lab run` wrote.")]) -> None:
+    """Make the pages and index.html anew from a folder's executed notebooks."""
+    from lab.report import build
+
+    print(f"report: {build(folder)}")
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what is installed, which tokenizer and weights are used, and what to do about what is missing."""
+    from lab.doctor import examine, show
+
+    findings = examine()
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        show(findings)
+    raise typer.Exit(1 if any(finding.state == "missing" for finding in findings) else 0)
+
+
+@app.command()
+def tokens(as_json: Json = False) -> None:
+    """Count the tokens of each workload's prompt by segment, and the share that never changes."""
+    with _quiet(as_json):
+        from lab.experiments.token_layout import table
+
+        found = table()
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print_table(found)
+
+
+@app.command()
+def duplicates(
+    game: Annotated[str | None, typer.Option(help="An Atari game: Breakout, Pong, ...")] = None,
+    scenario: Annotated[str | None, typer.Option(help="A Doom scenario: basic, deadly_corridor, ...")] = None,
+    steps: Annotated[int, typer.Option(help="Decisions to play.")] = 2000,
+    seed: Annotated[int, typer.Option(help="Seed of environment and policy.")] = 0,
+    policy: Annotated[str, typer.Option(help="one_hot, or for Doom per_button.")] = "one_hot",
+    published_resets: Annotated[
+        bool, typer.Option("--published-resets", help="Count frames after a reset as the published figures do.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Play at random and say how often a frame repeats the one before it, and how many pixels change otherwise."""
+    if (game is None) == (scenario is None):
+        raise InputError("Give either --game (Atari) or --scenario (Doom).")
+    if steps < 2:
+        raise InputError(f"--steps is {steps}; it takes at least 2 to compare a frame with the one before it.")
+    source = f"atari:{game}" if game else f"doom:{scenario}"
+    with _quiet(as_json):
+        from lab.experiments.duplicates import one
+
+        found = one(source, steps, seed, policy, published_resets)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        _print_table([{"source": source} | found])
+
+
+@bench.command()
+def latency(
+    model: Annotated[str, typer.Option(help="A preset (smolvlm-256m, tiny), a checkpoint folder or a hub name.")] = (
+        "smolvlm-256m"
+    ),
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="The backbone's: fp32 or bf16.")] = "fp32",
+    workload: Annotated[str, typer.Option(help="A workload's name.")] = "pong",
+    hz: Annotated[float | None, typer.Option(help="Count missed deadlines at this many decisions a second.")] = None,
+    as_json: Json = False,
+    out: Annotated[Path | None, typer.Option(help="Keep the raw rows in this JSON-lines file.")] = None,
+) -> None:
+    """Time one decision and its stages: where the time goes, p50, p95, p99, missed deadlines, and a verdict."""
+    if hz is not None and not 0 < hz < float("inf"):
+        raise InputError(f"--hz is {hz}; give the number of decisions a second, above 0.")
+    with _quiet(as_json):
+        from lab.experiments.latency import bench as measure
+
+        result = measure(model=model, device=device, dtype=dtype, workload=workload, hz=hz, out=out)
+    if as_json:
+        print(json.dumps(result.to_json()))
+    else:
+        print(result.table())
+        print(result.verdict)
+
+
+def _quiet(as_json: bool) -> contextlib.AbstractContextManager:
+    """With --json nothing but the document goes to stdout: what libraries print goes to stderr."""
+    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+
+
+def _print_table(rows: list[dict[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in rows[0]:
+        table.add_column(name, justify="right" if isinstance(rows[0][name], int | float) else "left")
+    for row in rows:
+        table.add_row(*("" if value is None else str(value) for value in row.values()))
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+def _pair_parameters(arguments: list[str]) -> list[str]:
+    """`-p NAME VALUE` as papermill writes it, turned into `-p NAME=VALUE`, which the option parser can take."""
+    paired, rest = [], iter(arguments)
+    for argument in rest:
+        paired.append(argument)
+        if argument in ("-p", "--parameter"):
+            name = next(rest, None)
+            if name is not None and "=" not in name:
+                value = next(rest, None)
+                name = name if value is None else f"{name}={value}"
+            paired += [] if name is None else [name]
+    return paired
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: exit code 2 and one sentence for bad input, else the command's own exit code."""
+    try:
+        app(_pair_parameters(sys.argv[1:] if arguments is None else arguments))
+    except InputError as error:
+        print(f"lab: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("lab: interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+PARAMETERS = 'profile = "standard"\nseed = 0\nrows = ""\nsteps = 3\nrate = 0.5\nfast = False\nsizes = [1, 2]'
+SAVE = """
+import json, os, pathlib
+values = {"profile": profile, "seed": seed, "rows": rows, "steps": steps, "rate": rate, "fast": fast, "sizes": sizes}
+answer = f"{steps} steps at seed {seed}."
+text = json.dumps({"notebook": NAME, "parameters": values, "results": {"answer": answer}})
+written = pathlib.Path(os.environ["LAB_RUN_FOLDER"], f"{NAME}.json").write_text(text)
+"""
+
+
+@pytest.fixture
+def make_notebook(tmp_path):
+    """make_notebook("01_name", "code", ..., save=True, tags=["parameters"]) writes a small notebook of these cells."""
+
+    def make(name: str, *cells: str, save: bool = True, tag: int | None = 0, parameters: str = PARAMETERS) -> Path:
+        sources = [parameters, *cells, *([SAVE.replace("NAME", repr(name))] if save else [])]
+        code = [new_code_cell(source) for source in sources]
+        if tag is not None:
+            code[tag].metadata["tags"] = ["parameters"]
+        title = new_markdown_cell(f"# Title of {name}\n\nIs it *so*?\n\nMore words.")
+        notebook = new_notebook(cells=[title, *code])
+        notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+        path = tmp_path / "notebooks" / f"{name}.ipynb"
+        path.parent.mkdir(exist_ok=True)
+        nbformat.write(notebook, path)
+        return path
+
+    return make
