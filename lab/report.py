@@ -10,6 +10,7 @@ import mimetypes
 import re
 from collections.abc import Iterator
 from datetime import datetime
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -170,10 +171,10 @@ def _still(output: Any, widgets: dict[str, Any]) -> Iterator[Any]:
             walk(child)
 
     walk(output.data[WIDGET].get("model_id", ""))
-    text = " ".join(re.sub(r"<[^>]+>", "", word).strip() for word in words if word.strip())
+    text = " ".join(unescape(re.sub(r"<[^>]+>", " ", " ".join(words))).split())
     if text or captured:
         if text:
-            yield new_output("stream", name="stderr", text=text.replace("&lt;", "<").replace("&gt;", ">") + "\n")
+            yield new_output("stream", name="stderr", text=text + "\n")
         yield from captured
     else:
         yield output
@@ -268,8 +269,8 @@ def _opening(notebook: Any) -> tuple[str, str]:
     title = re.search(r"^# +(.+)$", text, re.MULTILINE)
     rest = text[title.end() :] if title else text
     paragraphs = [p.strip() for p in rest.split("\n\n") if p.strip() and not p.strip().startswith(("#", "<", "|", "!"))]
-    plain = re.sub(r"[*_`]", "", " ".join(paragraphs[0].split())) if paragraphs else ""
-    return (re.sub(r"[*_`]", "", title[1]).strip() if title else ""), plain
+    plain = re.sub(r"[*`]", "", " ".join(paragraphs[0].split())) if paragraphs else ""
+    return (re.sub(r"[*`]", "", title[1]).strip() if title else ""), plain
 
 
 def _figure(folder: Path, named: str | None, notebook: Any) -> str:
