@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from lab.workloads import QUESTION_TYPES, Question
 
@@ -43,9 +44,10 @@ class DecisionHeads(nn.Module):
         hidden = hidden.float() + self.type_emb.weight[type_id]
         for layer in self.head.layers:
             hidden = layer(hidden, src_key_padding_mask=~attention_mask)
-        rows = torch.arange(hidden.shape[0], device=hidden.device)
-        logits = self.scorer(hidden[rows[:, None], readouts]).squeeze(-1)
-        return logits, self.act_head(torch.cat([hidden[rows, pooled], answer_features(logits)], dim=-1))
+        places = torch.cat([readouts, pooled[:, None]], dim=1)
+        read = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
+        logits = self.scorer(read[:, :-1]).squeeze(-1)
+        return logits, self.act_head(torch.cat([read[:, -1], answer_features(logits)], dim=-1))
 
 
 def answer_features(logits: Tensor) -> Tensor:
@@ -57,7 +59,7 @@ def answer_features(logits: Tensor) -> Tensor:
     p = logits.detach().softmax(-1)
     top = p.topk(2, dim=-1).values
     entropy = -(p * p.clamp_min(1e-9).log()).sum(-1) / float(np.log(count))
-    return torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy, torch.full_like(entropy, count / 255)], dim=-1)
+    return pad(torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy], dim=-1), (0, 1), value=count / 255)
 
 
 def temperature_for(question: Question, by_type: tuple[float, ...], by_options: Mapping[str, float]) -> float:

@@ -6,8 +6,9 @@ from typing import Protocol
 from lab.models.heads import Decisions
 from lab.steps.eager import EagerStep
 from lab.steps.split import SplitStep
+from lab.steps.static import StaticStep
 
-__all__ = ["Decisions", "EagerStep", "SplitStep", "Step"]
+__all__ = ["Decisions", "EagerStep", "SplitStep", "StaticStep", "Step"]
 
 
 class Step(Protocol):
