@@ -75,10 +75,10 @@ def test_a_faster_arm_is_shown_too():
 
 def test_an_equal_arm_is_not_shown():
     shown = 0
-    for seed in range(60):
-        rows = three_arms(np.random.default_rng(seed), factor=1.0)
+    for seed in range(150):
+        rows = three_arms(np.random.default_rng(seed), factor=1.0, n=12)
         shown += difference_shown(paired_ratio(rows, "other", "base"), paired_ratio(rows, "base again", "base"))
-    assert shown <= 2  # the interval alone errs in 5 %; the A/A arm's interval must be left behind as well
+    assert shown <= 3  # the interval alone errs in 5 %; the A/A arm's interval must be left behind as well
     rows = three_arms(np.random.default_rng(1), factor=1.0)
     ratio, again = paired_ratio(rows, "other", "base"), paired_ratio(rows, "base again", "base")
     assert "no difference shown" in sentence("other", ratio, again)
