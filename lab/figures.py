@@ -72,6 +72,14 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], labels: S
         axes.annotate(label, (x, y), (dx, 0), textcoords="offset points", va="center", color=GREY, fontsize=9)
 
 
+def _inside(axes: Axes, left: float, y: float, width: float, longest: float, texts: Sequence[str], ground: str) -> None:
+    """Write the first of `texts` that fits into a bar `width` wide, where `longest` is the longest bar of the figure."""
+    fitting = [text for text in texts if width > 0.0145 * len(text) * longest]
+    if fitting:
+        colour = "#111111" if ground in (ORANGE, SKY, PURPLE) else "white"
+        axes.text(left + width / 2, y, fitting[0], ha="center", va="center", color=colour, fontsize=8)
+
+
 @dataclass(frozen=True)
 class View:
     """Something to show in a notebook: `html` where pages are shown, `text` (its conclusion) everywhere else.
@@ -102,19 +110,20 @@ def token_bars(table: Sequence[dict]) -> Figure:
     `table` is what `lab.experiments.token_layout.table` returns.
     """
     figure, axes = new_figure(7.5, 0.5 + 0.45 * len(table))
+    longest = max(line["total"] for line in table)
     for place, line in enumerate(table):
         left = 0
         for name in SEGMENTS:
             axes.barh(place, line[name], left=left, color=SEGMENT_COLOURS[name], height=0.62)
-            if line[name] > 20:
-                label = f"{name} {line[name]}" if line[name] > 40 else str(line[name])
-                axes.text(left + line[name] / 2, place, label, ha="center", va="center", color="white", fontsize=8)
+            _inside(
+                axes, left, place, line[name], longest, (f"{name} {line[name]}", str(line[name])), SEGMENT_COLOURS[name]
+            )
             left += line[name]
-        axes.text(left + 3, place, f"{line['fixed_share']} % fixed", va="center", fontsize=9)
+        axes.text(left + 3, place, f"{line['fixed_share']} % fixed", va="center", fontsize=9, color=GREY)
     axes.set_yticks(range(len(table)), [line["workload"] for line in table])
     axes.invert_yaxis()
     axes.set_xlabel("position in the row (tokens)")
-    axes.set_xlim(0, max(line["total"] for line in table) * 1.15)
+    axes.set_xlim(0, longest * 1.15)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return figure
@@ -161,7 +170,7 @@ STAGE_COLOURS = {
     "vision": ORANGE,
     "language": BLUE,
     "language_prefix": BLUE,
-    "language_question": SKY,
+    "language_question": VERMILION,
     "restore": PURPLE,
     "heads": GREEN,
     "readback": GREY,
@@ -182,18 +191,29 @@ def stage_bars(tables: dict[str, pd.DataFrame]) -> Figure:
         left = 0.0
         for stage, line in part.drop(index="total").iterrows():
             axes.barh(place, line["median"], left=left, color=STAGE_COLOURS.get(stage, GREY), height=0.62)
-            if line["median"] > 0.09 * longest:
-                text = f"{stage.replace('_', ' ')} {line['median']:.4g}"
-                axes.text(left + line["median"] / 2, place, text, ha="center", va="center", color="white", fontsize=8)
+            words = stage.replace("_", " ")
+            texts = (f"{words} {line['median']:.3g}", words, f"{line['median']:.3g}")
+            _inside(axes, left, place, line["median"], longest, texts, STAGE_COLOURS.get(stage, GREY))
             left += line["median"]
         total = part.loc["total"]
         error = [[total["median"] - total["low"]], [total["high"] - total["median"]]]
-        axes.errorbar(total["median"], place, xerr=error, color=GREY, capsize=3)
+        axes.errorbar(total["median"], place + 0.4, xerr=error, color=GREY, capsize=2, elinewidth=1.2)
         right = total["high"] if total["high"] == total["high"] else total["median"]
-        axes.text(right + 0.01 * longest, place, f"{total['median']:.4g}", va="center", fontsize=9)
+        axes.text(right + 0.01 * longest, place, f"{total['median']:.4g}", va="center", fontsize=9, color=GREY)
+    seen = list(dict.fromkeys(stage for _, _, part in lines for stage in part.index if stage != "total"))
+    swatches = [plt.Rectangle((0, 0), 1, 1, color=STAGE_COLOURS.get(stage, GREY)) for stage in seen]
+    figure.legend(
+        swatches,
+        [stage.replace("_", " ") for stage in seen],
+        loc="outside upper left",
+        ncols=5,
+        frameon=False,
+        labelcolor=GREY,
+        fontsize=8,
+    )
     axes.set_yticks(range(len(lines)), [f"{name}, {arm}" for name, arm, _ in lines])
     axes.invert_yaxis()
-    axes.set_xlabel("time of one decision (ms, median; bar end: 95 % interval)")
+    axes.set_xlabel("time of one decision (ms, median; below each bar the whole's 95 % interval)")
     axes.set_xlim(0, longest * 1.15)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -224,9 +244,7 @@ def duplicate_dots(table: pd.DataFrame) -> Figure:
     places = range(len(sources))
     label_points(left, first.high, places, [f"{share:.2%}" for share in first.identical])
     label_points(right, first.median_changed, places, [f"{share:.2%}" for share in first.median_changed], dx=9)
-    left.set_yticks(places, [source.partition(":")[2] for source in sources])
-    for tick, source in zip(left.get_yticklabels(), sources, strict=True):
-        tick.set_color(KIND_COLOURS[source.split(":")[0]])
+    left.set_yticks(places, [source.replace("atari:", "Atari ").replace("doom:", "Doom ") for source in sources])
     left.invert_yaxis()
     left.set(title="Frames equal to the one before", xlabel="share of compared pairs (95 % interval)")
     left.set_xlim(-0.002, table.high.max() * 1.25)

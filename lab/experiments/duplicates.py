@@ -173,6 +173,30 @@ def comparison(rows: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def readable(table: pd.DataFrame) -> pd.DataFrame:
+    """What `comparison` returns as a table to read: measured beside published, in per cent."""
+
+    def percent(shares: pd.Series, digits: int = 2) -> list[str]:
+        return ["" if pd.isna(share) else f"{100 * share:.{digits}f} %" for share in shares]
+
+    same, changed = "equal to the frame before", "pixels changed (median)"
+    columns = {
+        ("", "source"): table.source,
+        ("", "seed"): table.seed,
+        ("", "pairs"): table.compared,
+        (same, "measured"): percent(table.identical),
+        (same, "95 % interval"): [
+            f"{100 * low:.1f} to {100 * high:.1f} %" for low, high in zip(table.low, table.high, strict=True)
+        ],
+        (same, "published"): percent(table.published_identical),
+        (same, "without resets"): percent(table.identical_without_resets),
+        (changed, "measured"): percent(table.median_changed, 3),
+        (changed, "published"): percent(table.published_median_changed, 3),
+        ("", "same"): ["" if same is None else "yes" if same else "no" for same in table.same],
+    }
+    return pd.DataFrame(columns)
+
+
 def answer(table: pd.DataFrame) -> str:
     """The notebook's answer, computed from what `comparison` returns."""
     said = []

@@ -1,8 +1,8 @@
 """Notebook 02: where one decision's time goes, what limits each part, and what caching the question could save at most."""
 
 import gzip
-import shutil
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -133,53 +133,84 @@ def stage_table(rows: pd.DataFrame, title: str, arms=ARMS) -> pd.DataFrame:
 def saving(rows: pd.DataFrame, title: str) -> dict:
     """What caching the question could save at most: the language stage of the whole minus the image prefix's.
 
-    Keys `ms` and `share` (of the whole decision), each an Estimate from per-block differences, and `tokens`.
+    Keys `ms` and `share` (of the whole decision), each an Estimate from per-block differences.
     """
-    part = rows[rows["title"] == title]
-    timed = part[part["phase"] == "timed"]
+    timed = rows[(rows["title"] == title) & (rows["phase"] == "timed")]
     block = timed.pivot_table(index=["run", "block"], columns=["arm", "stage"], values="ms")
     saved = block[BASE, "language"] - block["split", "language_prefix"]
     return {"ms": stats.median_interval(saved), "share": stats.median_interval(saved / block[BASE, "total"])}
 
 
-def difference(rows: pd.DataFrame, title: str, arm: str) -> dict:
-    """One arm against the causal one: the paired ratio, the A/A ratio, whether a difference is shown, and the sentence."""
-    part = rows[rows["title"] == title]
-    ratio = stats.paired_ratio(part, arm, BASE)
-    again = stats.paired_ratio(part, BASE + stats.AGAIN, BASE)
-    return {
-        "arm": arm,
-        "ratio": ratio,
-        "again": again,
-        "shown": stats.difference_shown(ratio, again),
-        "sentence": stats.sentence(arm, ratio, again, BASE),
-    }
+def savings(rows: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """`saving` of every workload in ms and per cent, the published bound (`published("cpu_saving_bound")`) beside it."""
+    said = published.set_index("workload")
+    lines = []
+    for title in dict.fromkeys(rows["title"]):
+        found = saving(rows, title)
+        line = {
+            "workload": title,
+            "saving_ms": f"{found['ms']:.3g}",
+            "saving_percent": f"{_percent(found['share']):.2g}",
+        }
+        there = said.loc[title] if title in said.index else {}
+        lines.append(line | {"published_ms": there.get("saving_ms"), "published_percent": there.get("share_percent")})
+    return stats.Table(lines)
+
+
+def differences(rows: pd.DataFrame) -> pd.DataFrame:
+    """Every arm against the causal one, by workload: ratio, the A/A ratio, whether a difference is shown, the sentence."""
+    lines = []
+    for title in dict.fromkeys(rows["title"]):
+        part = rows[rows["title"] == title]
+        again = stats.paired_ratio(part, BASE + stats.AGAIN, BASE)
+        for arm in [arm for arm in ARMS[1:] if arm in set(part["arm"])]:
+            ratio = stats.paired_ratio(part, arm, BASE)
+            said = stats.sentence(f"{title}: {arm}", ratio, again, BASE)
+            shown = stats.difference_shown(ratio, again)
+            lines.append(
+                {"workload": title, "arm": arm, "ratio": ratio, "again": again, "shown": shown, "sentence": said}
+            )
+    return pd.DataFrame(lines)
+
+
+def beside_published(tables: dict[str, pd.DataFrame], published: pd.DataFrame) -> pd.DataFrame:
+    """Median ms of the causal decision's stages, measured here and as published (`published("stages")`), by workload."""
+    stages = ["build_inputs", "resize", "vision", "language", "heads"]
+    lines = []
+    for title, table in tables.items():
+        here = table[table["arm"] == BASE].set_index("stage")["median"]
+        lines.append({"workload": title, "where": "here", **here.reindex(stages), "whole": here["total"]})
+        for _, said in published[published["workload"] == title].iterrows():
+            where = f"{said['hardware']}, {said['dtype']}, {said['option_attention']} (published)"
+            lines.append({"workload": title, "where": where, **said[stages], "whole": said["predict"]})
+    return pd.DataFrame(lines).set_index(["workload", "where"])
 
 
 def answer(rows: pd.DataFrame) -> str:
-    """The notebook's answer in two sentences, computed from the rows."""
+    """The notebook's answer, one sentence a workload, computed from the rows."""
     said = []
     for title in dict.fromkeys(rows["title"]):
         table = stage_table(rows, title, [BASE]).set_index("stage")
         largest = table.drop(index="total")["share"].idxmax()
-        cached = saving(rows, title)
-        low, high = cached["share"].low, cached["share"].high
+        share = saving(rows, title)["share"]
         could = (
-            f"caching the question could save at most {cached['share'].value:.1%} [{low:.1%}, {high:.1%}]"
-            if low > 0
-            else "that caching the question could save anything is not shown"
+            f"caching the question could save at most {_percent(share):.2g} % of it"
+            if share.low > 0
+            else f"that caching the question could save anything is not shown ({_percent(share):.2g} %)"
         )
         said.append(
-            f"{title}: {table.loc['total', 'median']:.0f} ms a decision, {table.loc[largest, 'share']:.0%} of it in the "
-            f"stage {largest}; {could}."
+            f"{title}: a decision takes {table.loc['total', 'median']:.4g} ms, {table.loc[largest, 'share']:.0%} of it in "
+            f"{largest}; {could}."
         )
     return " ".join(said)
 
 
-def trace(
-    folder: Path | str, profile: str = "standard", seed: int = 0, device: str = "cpu", dtype: str = "fp32"
-) -> Path:
-    """Write a Chrome trace of one decision of the profile's first workload to `folder`/decision.trace.json.gz."""
+def _percent(share: stats.Estimate) -> stats.Estimate:
+    return replace(share, value=100 * share.value, low=100 * share.low, high=100 * share.high)
+
+
+def trace(path: Path, profile: str = "standard", seed: int = 0, device: str = "cpu", dtype: str = "fp32") -> Path:
+    """Write a Chrome trace of one decision of the profile's first workload to `path` (a .json.gz file)."""
     import torch
 
     from lab.models import load_model
@@ -189,17 +220,13 @@ def trace(
     step = _step(load_model(settings["preset"], device, dtype, seed), workload, BASE)
     frames = frames_for(workload, 1, seed)
     step.decide(frames)
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device != "cpu":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile() as profiler:  # by default of every kind of device there is
         step.decide(frames)
-    path = Path(folder) / "decision.trace.json"
-    profiler.export_chrome_trace(str(path))
-    with open(path, "rb") as plain, gzip.open(f"{path}.gz", "wb") as packed:
-        shutil.copyfileobj(plain, packed)
-    path.unlink()
-    return Path(f"{path}.gz")
+    with tempfile.TemporaryDirectory() as folder:
+        plain = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(plain))
+        path.write_bytes(gzip.compress(plain.read_bytes()))
+    return path
 
 
 # ------------------------------------------------------------------------------------------------ lab bench latency
