@@ -162,16 +162,10 @@ def open_folder(out: Path | None, names: list[str]) -> Path:
     """
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = (out or Path("reports") / now).resolve()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".write-test"
-        probe.write_bytes(b"\0" * 65536)
-        probe.unlink()
-        free = shutil.disk_usage(folder).free / 1e6
-    except OSError as error:
-        raise InputError(f"cannot write in {folder} ({error.strerror or error}): choose another with --out") from error
+    import_module("lab.records").check_folder(folder)
+    free = shutil.disk_usage(folder).free / 1e6
     if free < DISK_MB:
-        raise InputError(f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another with --out")
+        raise InputError(f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out")
     old = [p for name in names for p in folder.glob(f"{name}.*")]
     if old:
         attic = folder / f"earlier-{now}"
