@@ -144,10 +144,21 @@ def _tidy(notebook: Any) -> Any:
                 output.text = _ESCAPES.sub("", output.text)
         cell.outputs = outputs
         CoalesceStreamsPreprocessor().preprocess_cell(cell, {}, 0)
-        lines = [line for line in cell.source.splitlines() if line.strip()]
-        cell.metadata["lab_summary"] = lines[0][:90] if lines else ""
+        cell.metadata["lab_summary"] = _gist(cell)
     notebook.cells = [c for c in notebook.cells if c.source.strip()]
     return notebook
+
+
+def _gist(cell: Any) -> str:
+    """What stands beside a folded cell: its first line that does something."""
+    tags = cell.metadata.get("tags", [])
+    if "parameters" in tags or "injected-parameters" in tags:
+        return (
+            "parameters, as they stand in the notebook" if "parameters" in tags else "parameters, as passed to this run"
+        )
+    lines = [line.strip() for line in cell.source.splitlines() if line.strip()]
+    plain = ("#", "import ", "from ", "try:", "except ", "raise ", "%")
+    return next((line for line in lines if not line.startswith(plain)), lines[0] if lines else "")[:90]
 
 
 def _still(output: Any, widgets: dict[str, Any]) -> Iterator[Any]:
@@ -303,7 +314,9 @@ def _flat(record: dict[str, Any], before: str = "") -> dict[str, str]:
     """A nested record as one table: {"cpu": {"model": "x"}} -> {"cpu model": "x"}."""
     table = {}
     for name, value in record.items():
-        if isinstance(value, dict):
+        if name == "versions":
+            table[name] = ", ".join(f"{package} {version}" for package, version in value.items() if version)
+        elif isinstance(value, dict):
             table |= _flat(value, f"{before}{name} ")
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             for number, item in enumerate(value):
