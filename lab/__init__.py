@@ -12,6 +12,8 @@ _LAZY = {
     "load_model": "lab.models",
     "EagerStep": "lab.steps",
     "SplitStep": "lab.steps",
+    "StaticStep": "lab.steps",
+    "CompiledStep": "lab.steps",
     "Arm": "lab.measure",
     "compare": "lab.measure",
     "Run": "lab.records",

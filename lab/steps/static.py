@@ -109,6 +109,8 @@ class StaticStep:
         self.frames_in = torch.zeros(self.batch, self.frames, *one, dtype=dtype, device=self.device)
         self.staging = torch.zeros_like(self.frames_in, device="cpu", pin_memory=self.device.type == "cuda")
         self.size = tuple(shape)
+        if self.filter == "composed":
+            self.pixels.operators(*shape)  # made now: neither a graph nor a compiler may meet their making
 
     # ------------------------------------------------------------------------------------------ at every call
 
