@@ -3,7 +3,7 @@
 import contextlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from lab.errors import InputError
@@ -41,6 +41,22 @@ class _Recorder:
         now = self.mark()
         self.pieces.append((self.open.pop(), self.last, now))
         self.last = now
+
+
+@contextlib.contextmanager
+def marked(mark: Callable[[], Any]) -> Iterator[list[tuple[str, Any, Any]]]:
+    """Collect the stages met inside, as (name, mark at its begin, mark at its end); `mark()` is any running count.
+
+    Raises InputError inside another one: a call measured within a measured call would mix the two.
+    """
+    global _recorder
+    if _recorder is not None:
+        raise InputError("A call is being measured already; do not measure inside a measured call.")
+    _recorder = _Recorder(mark)
+    try:
+        yield _recorder.pieces
+    finally:
+        _recorder = None
 
 
 class _Stage:
@@ -122,23 +138,16 @@ def time_call(call: Callable, *args, clock=None) -> dict[str, float]:
     measured by the clock's marks inside that same call. A clock has `mark()`, `sync()` and `elapsed_ms(begin, end)`;
     by default it is that of the device in use.
     """
-    global _recorder
     clock = clock or clock_for(default_device())
-    if _recorder is not None:
-        raise InputError("A call is being timed already; do not measure inside a measured call.")
-    recorder = _Recorder(clock.mark)
     clock.sync()
-    _recorder = recorder
-    try:
+    with marked(clock.mark) as pieces:
         begin = time.perf_counter_ns()
         answer = call(*args)  # held until the clock has stopped: freeing it is not part of the decision
         clock.sync()
         end = time.perf_counter_ns()
-    finally:
-        _recorder = None
     del answer
     times: dict[str, float] = {}
-    for name, first, last in recorder.pieces:
+    for name, first, last in pieces:
         if first is None or last is None:  # not marked: inside a capture
             continue
         times[name] = times.get(name, 0.0) + clock.elapsed_ms(first, last)

@@ -26,7 +26,8 @@ from lab.records import RowWriter, as_frame, clean, cores, environment
 from lab.stats import AGAIN, attribution, missed_deadlines, percentiles
 
 __all__ = [
-    "STAGES", "Arm", "CudaClock", "HostClock", "compare", "missed_deadlines", "percentiles", "stage", "time_call",
+    "STAGES", "Arm", "CudaClock", "HostClock", "compare", "device_lock", "missed_deadlines", "percentiles", "stage",
+    "time_call",
 ]  # fmt: skip
 
 
@@ -132,7 +133,7 @@ def compare(
         log = stack.enter_context(_Log(out))
         log.about("plan", **common, **plan)
         for name in sorted(clocks):
-            stack.enter_context(_device_lock(name, title))
+            stack.enter_context(device_lock(name, title))
         log.about("environment", moment="before", **environment(seed, import_torch=False))
         _warn_if_loaded(log)
         rng = np.random.default_rng(seed)
@@ -289,8 +290,11 @@ class _Log:
 
 
 @contextlib.contextmanager
-def _device_lock(device: str, title: str) -> Iterator[None]:
-    """Hold the device's lock, shared by all processes of this machine; wait for it, and say for whom."""
+def device_lock(device: str, title: str = "") -> Iterator[None]:
+    """Measure alone on `device`: hold its lock, shared by all processes of this machine; wait, and say for whom.
+
+    Raises InputError where this very process holds it already.
+    """
     try:
         import fcntl
     except ImportError:  # a system without it has no lock

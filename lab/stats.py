@@ -77,7 +77,7 @@ def share_interval(count: int, n: int) -> Estimate:
 
 def percentiles(rows: pd.DataFrame, arm: str, stage: str = "total") -> dict[str, float]:
     """The 50th, 95th and 99th percentile of an arm's times in ms, as {"p50", "p95", "p99"}."""
-    values = _series(rows, arm, stage)
+    values = series(rows, arm, stage)
     return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)}
 
 
@@ -88,7 +88,7 @@ def missed_deadlines(rows: pd.DataFrame, arm: str, hz: float) -> dict:
     """
     if not (isinstance(hz, (int, float)) and math.isfinite(hz) and hz > 0):
         raise InputError(f"Decisions a second must be a number above 0, not {hz!r}.")
-    values = _series(rows, arm, "total")
+    values = series(rows, arm, "total")
     missed = int((values > 1000 / hz).sum())
     share = share_interval(missed, len(values))
     return {"hz": hz, "period_ms": 1000 / hz, "missed": missed, "of": len(values), "share": share}
@@ -265,7 +265,7 @@ def paces(rows: pd.DataFrame) -> pd.DataFrame:
         names = {pace: part["arm"].iloc[0] for pace, part in own.groupby("pace")}
         if {"back_to_back", "in_loop"} <= set(names):
             ratio = paired_ratio(own, names["in_loop"], names["back_to_back"])
-            medians = {pace: _series(own, name, "total").median() for pace, name in names.items()}
+            medians = {pace: series(own, name, "total").median() for pace, name in names.items()}
             lines.append(
                 {"arm": names["back_to_back"], "back_to_back": medians["back_to_back"], "in_loop": medians["in_loop"]}
                 | {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high}
@@ -317,7 +317,8 @@ def _select(rows: pd.DataFrame, arm: str, stage: str) -> pd.DataFrame:
     return part
 
 
-def _series(rows: pd.DataFrame, arm: str, stage: str) -> pd.Series:
+def series(rows: pd.DataFrame, arm: str, stage: str = "total") -> pd.Series:
+    """An arm's timed values in ms, by run, title and block (whole blocks only)."""
     series = _select(rows, arm, stage).set_index(["run", "title", "block"])["ms"]
     if series.index.has_duplicates:
         raise InputError("These rows hold several comparisons of the same title and run; take one of them.")
@@ -325,7 +326,7 @@ def _series(rows: pd.DataFrame, arm: str, stage: str) -> pd.Series:
 
 
 def _paired(rows: pd.DataFrame, a: tuple[str, str], b: tuple[str, str]) -> pd.DataFrame:
-    pair = pd.concat({"a": _series(rows, *a), "b": _series(rows, *b)}, axis=1, join="inner")
+    pair = pd.concat({"a": series(rows, *a), "b": series(rows, *b)}, axis=1, join="inner")
     if pair.empty:
         raise InputError(f"{a[0]!r} and {b[0]!r} share no block, so they cannot be paired; use unpaired_ratio.")
     return pair
