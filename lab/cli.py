@@ -170,9 +170,6 @@ def main(arguments: list[str] | None = None) -> None:
     except InputError as error:
         print(f"lab: {error}", file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("lab: interrupted", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,11 @@ def write_page(path: Path) -> dict[str, Any]:
     import nbformat
     from nbconvert import HTMLExporter
 
-    notebook = nbformat.read(path, as_version=4)
+    try:
+        notebook = nbformat.read(path, as_version=4)
+    except nbformat.reader.NotJSONError as error:
+        notebook = nbformat.v4.new_notebook()
+        notebook.metadata["lab"] = {"status": "failed", "reason": f"{path.name} is torn: {str(error)[:80]}"}
     card = describe(path, notebook)
     environment = _flat(_read(path.parent / "environment.json").get("before", {}))
     top = _render("top.html.j2", environment=environment, machine=_machine(environment), **card)

@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,9 @@ def open_folder(out: Path | None, names: list[str]) -> Path:
     import_module("lab.records").check_folder(folder)
     free = shutil.disk_usage(folder).free / 1e6
     if free < DISK_MB:
-        raise InputError(f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out")
+        raise InputError(
+            f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out"
+        )
     old = [p for name in names for p in folder.glob(f"{name}.*")]
     if old:
         attic = folder / f"earlier-{now}"
@@ -272,7 +275,9 @@ def execute(notebook: Notebook, folder: Path, say: Callable[[str], None]) -> Out
         if type(error).__name__ == "DeadKernelError":
             failure = "the kernel died (killed, for instance for want of memory)"
     seconds = time.monotonic() - start
-    executed = nbformat.read(target, as_version=4) if target.exists() else source
+    executed = source
+    with suppress(OSError, nbformat.reader.NotJSONError):  # never started, or torn by a disk that filled up
+        executed = nbformat.read(target, as_version=4)
     reason, stopped = judge(executed, notebook, folder, started, failure, at["cell"])
     status = "interrupted" if interrupted else "failed" if reason else "ok"
     executed.metadata["lab"] = {
@@ -307,7 +312,7 @@ def judge(
         failure = "the cells after it never ran"
     if failure:
         if not 0 < reached <= len(code):
-            return f"stopped before its first cell: {failure}", None
+            return f"stopped{'' if reached else ' before its first cell'}: {failure}", None
         lines = [line.strip() for line in code[reached - 1].source.splitlines()]
         line = next((line for line in lines if line and not line.startswith("#")), "")
         return f"stopped in code cell {reached} of {len(code)} ({line[:80]}): {failure}", reached
@@ -339,6 +344,9 @@ def run(
     """
     if profile not in PROFILES:
         raise InputError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+    for package in ("papermill", "nbconvert", "ipykernel"):
+        if find_spec(package) is None:
+            raise InputError(f"{package} is not installed: install everything with make report or pip install -e .")
     say("reading the notebooks ...")
     paths = select(Path(folder).resolve() if folder else notebooks_folder(), only)
     notebooks = prepare(paths, profile, parameters or {})
@@ -348,11 +356,13 @@ def run(
     records, report = import_module("lab.records"), import_module("lab.report")
     records.write_environment(target, "before")
     code = 0
-    with headless(target):
+    try:
         for number, notebook in enumerate(notebooks, 1):
-            say(f"[{number}/{len(notebooks)}] {notebook.name}: about {minutes(notebook):.1f} min ...")
-            outcome = execute(notebook, target, say)
-            say(f"[{number}/{len(notebooks)}] {notebook.name}: {outcome.status} in {outcome.seconds:.0f} s")
+            at = f"[{number}/{len(notebooks)}] {notebook.name}"
+            say(f"{at}: about {minutes(notebook):.1f} min ...")
+            with headless(target):
+                outcome = execute(notebook, target, say)
+            say(f"{at}: {outcome.status} in {outcome.seconds:.0f} s")
             if outcome.reason:
                 say(f"  {outcome.reason}")
                 code = 1
@@ -360,7 +370,9 @@ def run(
                 code = 130
                 break
             report.build(target)  # after each, so that a run that is cut short has its front page too
-    records.write_environment(target, "after")
-    index = report.build(target)
-    say(f"report: {index}")
+        records.write_environment(target, "after")
+        say(f"report: {report.build(target)}")
+    except (OSError, InputError) as error:  # the disk filled up, or the folder went away
+        say(f"stopped: {error}; what was written until then is in {target}")
+        code = 1
     return code

@@ -158,6 +158,13 @@ def test_a_page_that_grows_too_large_is_said(tmp_path):
     assert "this page is 6" in (tmp_path / "index.html").read_text()
 
 
+def test_a_torn_notebook_has_a_card_that_says_so(tmp_path):
+    (tmp_path / "02_torn.ipynb").write_text('{"cells": [{"cell_type": "code", "source": "pri')
+    executed(tmp_path, results={"answer": "Twelve."})
+    index = (tmp_path / "index.html").read_text()
+    assert "02_torn.ipynb is torn" in index and "Twelve." in index and "1 of 2 notebooks stopped early" in index
+
+
 def test_a_folder_without_executed_notebooks_is_refused(tmp_path):
     with pytest.raises(InputError, match="holds no executed notebook"):
         report.build(tmp_path)

@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import nbformat
@@ -104,6 +105,13 @@ def test_a_folder_that_cannot_be_written_is_refused_before_any_work(make_noteboo
         run(out=tmp_path / "file" / "out")
     monkeypatch.setattr(runner.shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
     with pytest.raises(InputError, match="has 3 MB free"):
+        run()
+
+
+def test_without_papermill_it_says_what_to_install(make_notebook, run, monkeypatch):
+    make_notebook("01_plain")
+    monkeypatch.setattr(runner, "find_spec", lambda name: None if name == "papermill" else name)
+    with pytest.raises(InputError, match="papermill is not installed: install everything with make report"):
         run()
 
 
@@ -233,6 +241,18 @@ def test_ctrl_c_keeps_what_was_done_and_writes_the_front_page(make_notebook, tmp
     assert "so far" in (tmp_path / "out" / "01_slow.html").read_text()
     assert "interrupted from the keyboard" in (tmp_path / "out" / "index.html").read_text()
     assert not (tmp_path / "out" / "02_never.ipynb").exists()
+
+
+def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(make_notebook, run, tmp_path, monkeypatch):
+    def full(notebook, path, *_, **__):
+        Path(path).write_text('{"cells": [')
+        raise OSError(28, "No space left on device")
+
+    make_notebook("01_plain")
+    monkeypatch.setattr("papermill.engines.write_ipynb", full)
+    monkeypatch.setattr("nbformat.write", full)
+    assert run() == 1
+    assert "stopped: [Errno 28] No space left on device; what was written until then is in" in run.said[-1]
 
 
 def test_a_long_cell_is_reported_while_it_runs(make_notebook, run, monkeypatch):
