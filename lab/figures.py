@@ -277,3 +277,27 @@ def frame_pairs(pairs: Sequence[dict]) -> Figure:
         share = pair["changed"].mean()
         row[2].set_title(f"{share:.2%} of pixels changed" if share else "no pixel changed", fontsize=9)
     return figure
+
+
+def floor_bars(stages: pd.DataFrame, title: str) -> Figure:
+    """Measured time of each stage (ms, logarithmic) with its floor marked, and the share the floor explains.
+
+    `stages` is what `lab.roofline.share_of_floor` returns; stages under 0.1 % of the whole are left out.
+    """
+    whole = stages.set_index("stage").loc["total", "measured_ms"]
+    shown = stages[(stages["stage"] != "total") & (stages["measured_ms"] > 0.001 * whole)].reset_index(drop=True)
+    figure, axes = new_figure(7.5, 0.9 + 0.45 * len(shown))
+    colours = [STAGE_COLOURS.get(stage, GREY) for stage in shown["stage"]]
+    axes.barh(range(len(shown)), shown["measured_ms"], color=colours, height=0.6)
+    for place, line in shown.iterrows():
+        if line["floor_ms"] > 0:
+            axes.plot([line["floor_ms"]] * 2, [place - 0.38, place + 0.38], color=VERMILION, linewidth=3)
+        bound = f", {line['bound']}" if line["bound"] else ""
+        text = f" {line['measured_ms']:.3g} ms: {line['share']:.0%} floor{bound}"
+        axes.text(max(line["measured_ms"], line["floor_ms"]) * 1.05, place, text, va="center", fontsize=9, color=GREY)
+    axes.set_xscale("log")
+    axes.set_xlim(right=shown["measured_ms"].max() * 15)
+    axes.set_yticks(range(len(shown)), [stage.replace("_", " ") for stage in shown["stage"]])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"{title}: time of the stage (ms, median, logarithmic); red: its floor on this machine")
+    return figure

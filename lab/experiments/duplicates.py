@@ -174,27 +174,23 @@ def comparison(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """What `comparison` returns as a table to read: measured beside published, in per cent."""
+    """What `comparison` returns as a table to read: per source (and seed, where there are several), in per cent."""
 
     def percent(shares: pd.Series, digits: int = 2) -> list[str]:
-        return ["" if pd.isna(share) else f"{100 * share:.{digits}f} %" for share in shares]
+        return ["" if pd.isna(share) else f"{100 * share:.{digits}f}" for share in shares]
 
-    same, changed = "equal to the frame before", "pixels changed (median)"
+    same, changed = "equal to the one before (%)", "pixels changed, median (%)"
     columns = {
-        ("", "source"): table.source,
-        ("", "seed"): table.seed,
-        ("", "pairs"): table.compared,
-        (same, "measured"): percent(table.identical),
-        (same, "95 % interval"): [
-            f"{100 * low:.1f} to {100 * high:.1f} %" for low, high in zip(table.low, table.high, strict=True)
-        ],
+        (same, "here"): percent(table.identical),
+        (same, "interval"): [f"{a}-{b}" for a, b in zip(percent(table.low, 1), percent(table.high, 1), strict=True)],
         (same, "published"): percent(table.published_identical),
-        (same, "without resets"): percent(table.identical_without_resets),
-        (changed, "measured"): percent(table.median_changed, 3),
+        (same, "no resets"): percent(table.identical_without_resets),
+        (changed, "here"): percent(table.median_changed, 3),
         (changed, "published"): percent(table.published_median_changed, 3),
-        ("", "same"): ["" if same is None else "yes" if same else "no" for same in table.same],
+        ("", "same"): [{None: "", True: "yes", False: "no"}[agrees] for agrees in table.same],
     }
-    return pd.DataFrame(columns)
+    names = ["source", "seed"] if table.seed.nunique() > 1 else ["source"]
+    return pd.DataFrame(columns).set_index([table[name] for name in names])
 
 
 def answer(table: pd.DataFrame) -> str:

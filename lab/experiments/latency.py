@@ -11,7 +11,7 @@ from lab import stats
 from lab.envs import EmulatorMissing, frames_for, make, one_hot
 from lab.errors import InputError
 from lab.measure import Arm, compare
-from lab.records import clean, join_rows
+from lab.records import RowWriter, as_frame, clean, join_rows
 from lab.workloads import Workload, get_workload
 
 PROFILES = {
@@ -45,7 +45,8 @@ def run(
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
     Arms of each: the whole sequence with causal and with block option attention, the same split at the image's end;
-    the first workload also has an arm with other weights, and one in which the game moves on between decisions.
+    the first workload also has an arm with other weights, one in which the game moves on between decisions, and the
+    floor of its stages (counted operations and bytes over this machine's measured ceilings) said beside its rows.
     Raises InputError for an unknown profile, device or preset before anything is measured.
     """
     from lab.models import load_model
@@ -56,15 +57,18 @@ def run(
     tables = []
     for number, name in enumerate(settings["workloads"]):
         workload = get_workload(name)
-        arms = _arms(model, workload)
+        frames = frames_for(workload, 8, seed)[:, None]
+        steps = _steps(model, workload)
+        arms = [Arm.of(step) for step in steps]
         if number == 0:
+            tables.append(_floor(steps[0], frames[0], name, out))
             other = load_model(preset, device, dtype, seed + 1, weights="random")
             arms.append(Arm.of(_step(other, workload, "other weights")))
             arms.append(arms[0].in_loop(_player(workload, seed), "in loop"))
         tables.append(
             compare(
                 arms,
-                frames_for(workload, 8, seed)[:, None],
+                frames,
                 blocks=settings["blocks"],
                 budget_s=settings["budget_s"],
                 seed=seed,
@@ -89,15 +93,29 @@ def _step(model, workload: Workload, name: str, attention: str = "causal"):
     return EagerStep(model, workload.question, workload.frames, attention, name=name)
 
 
-def _arms(model, workload: Workload) -> list[Arm]:
+def _steps(model, workload: Workload) -> list:
     from lab.steps import SplitStep
 
-    steps = [
+    return [
         _step(model, workload, BASE),
         _step(model, workload, "block", "block"),
         SplitStep(model, workload.question, workload.frames, "causal", name="split"),
     ]
-    return [Arm.of(step) for step in steps]
+
+
+def _floor(step, inputs, title: str, out) -> pd.DataFrame:
+    """No rows, but a line about the coming ones: the floor of the step's stages on this machine."""
+    from lab import roofline
+
+    costs = roofline.stage_costs(step, inputs)
+    said = step.describe()
+    ceilings = roofline.ceilings(said["device"], said["dtype"], costs["total"].shapes)
+    floor = {"kind": "floor", "title": title, "ceilings": ceilings, "stages": roofline.floor(costs, ceilings)}
+    line = clean({"about": floor})
+    if out:
+        with RowWriter(out) as writer:
+            writer.append(line)
+    return as_frame([line])
 
 
 def _player(workload: Workload, seed: int):
@@ -128,6 +146,16 @@ def stage_table(rows: pd.DataFrame, title: str, arms=ARMS) -> pd.DataFrame:
     return table.assign(share=table["median"] / table["arm"].map(total))[
         ["arm", "stage", "n", "median", "low", "high", "share"]
     ]
+
+
+def floors(rows: pd.DataFrame) -> dict:
+    """What limits each stage of the first workload: `title`, `ceilings` and `stages`, as `roofline.share_of_floor`."""
+    from lab.roofline import share_of_floor
+
+    line = next(line for line in rows.attrs["about"] if line["kind"] == "floor")
+    part = rows[rows["title"] == line["title"]]
+    stages = share_of_floor(pd.DataFrame(line["stages"]), part, BASE)
+    return {"title": line["title"], "ceilings": line["ceilings"], "stages": stages}
 
 
 def saving(rows: pd.DataFrame, title: str) -> dict:

@@ -3,14 +3,10 @@
 from collections.abc import Iterable
 from pathlib import Path
 
+import pandas as pd
+
 from lab.tokens import Row, build_row, image_tokens, load_tokenizer
 from lab.workloads import Workload, load_workloads
-
-PROFILES = {
-    "smoke": {"image_size": 512},
-    "standard": {"image_size": 512},
-    "full": {"image_size": 512},
-}
 
 
 def rows_of(workloads: Iterable[Workload], image_size: int = 512) -> dict[str, Row]:
@@ -50,3 +46,57 @@ def tokens(row: Row) -> list[dict]:
         for segment in row.segments
         for place in range(segment.start, segment.stop)
     ]
+
+
+def flop_shares(table: list[dict], preset: str = "smolvlm-256m") -> dict[str, float]:
+    """The share of a decision's operations that its question and options take, in per cent, by workload of `table`.
+
+    Counted at the preset's shape without calculating anything: one image through vision tower and connector, one token
+    through the text model. As in the published figures, heads and the part of the text model's attention that grows
+    with the square of the length are left out.
+    """
+    import torch
+
+    from lab.models import load_model
+    from lab.roofline import count
+
+    model = load_model(preset, weights="random")
+    size, width = model.config.image_size, model.encoder.text_model.config.hidden_size
+    image = count(lambda: model.images(torch.zeros(1, 3, size, size)))
+    token = count(lambda: model.language(torch.zeros(1, 1, width)))
+    frames = {workload.name: workload.frames for workload in load_workloads().values()}
+    return {
+        line["workload"]: 100
+        * token
+        * (line["question"] + line["options"])
+        / (token * line["total"] + image * frames[line["workload"]])
+        for line in table
+    }
+
+
+def beside_published(table: list[dict], shares: dict[str, float], published: pd.DataFrame) -> pd.DataFrame:
+    """Counts and shares measured here beside the published ones (`published("tokens")`), one line per workload."""
+    said = published.set_index("workload")
+    return pd.DataFrame(
+        {
+            "workload": line["workload"],
+            "tokens": line["total"],
+            "published tokens": said["total"].get(line["workload"]),
+            "fixed (%)": line["fixed_share"],
+            "published fixed (%)": said["fixed_share_percent"].get(line["workload"]),
+            "operations (%)": shares[line["workload"]],
+            "published operations (%)": said["flop_share_percent"].get(line["workload"]),
+        }
+        for line in table
+    )
+
+
+def answer(compared: pd.DataFrame) -> str:
+    """The notebook's answer, computed from the table of `beside_published`."""
+    low, high = (compared["fixed (%)"].agg(end) for end in ("min", "max"))
+    least, most = (compared["operations (%)"].agg(end) for end in ("min", "max"))
+    equal = (compared["tokens"] == compared["published tokens"]).sum()
+    return (
+        f"{low} to {high} % of a row's tokens never change, but they take only {least:.1f} to {most:.1f} % of the "
+        f"operations; all of them stand after the picture. {equal} of {len(compared)} workloads have the published count."
+    )
