@@ -140,6 +140,8 @@ def _tidy(notebook: Any) -> Any:
     if stopped and stopped <= len(ran):
         ran[stopped - 1].metadata["lab_stopped"] = True
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":  # a link to another notebook leads to its page
+            cell.source = re.sub(r"\]\((?:\./)?([\w-]+)\.ipynb", r"](\1.html", cell.source)
         if cell.cell_type != "code":
             continue
         outputs = [new for old in cell.outputs for new in (_still(old, widgets) if old.get("data") else [old])]

@@ -98,6 +98,11 @@ def test_links_and_pictures_in_prose_become_text(tmp_path):
     assert "this (example.org/a)" in BeautifulSoup(page, "html.parser").get_text()
 
 
+def test_a_link_to_another_notebook_leads_to_its_page(tmp_path):
+    page = executed(tmp_path, markdown="# T\n\nMore in [the next one](02_next.ipynb#part).")
+    assert 'href="02_next.html#part"' in page and 'href="01_page.ipynb"' in page
+
+
 # --- what is shown ----------------------------------------------------------------------------------------------------
 
 
