@@ -72,6 +72,12 @@ def label_points(axes: Axes, xs: Sequence[float], ys: Sequence[float], labels: S
         axes.annotate(label, (x, y), (dx, 0), textcoords="offset points", va="center", color=GREY, fontsize=9)
 
 
+def table(frame: pd.DataFrame, digits: int = 3) -> Any:
+    """`frame` as a table without its row numbers, numbers with `digits` significant digits, for a notebook's page."""
+    shown = frame.style.format(lambda v: f"{v:.{digits}g}" if isinstance(v, float) else str(v), na_rep="")
+    return shown.hide(axis="index") if isinstance(frame.index, pd.RangeIndex) else shown
+
+
 def _inside(axes: Axes, left: float, y: float, width: float, longest: float, texts: Sequence[str], ground: str) -> None:
     """Write the first of `texts` that fits into a bar `width` wide, where `longest` is the longest bar of the figure."""
     fitting = [text for text in texts if width > 0.0145 * len(text) * longest]
@@ -137,9 +143,7 @@ def token_strip(tokens: Sequence[dict], title: str) -> View:
     cells = []
     for token in tokens:
         name, colour = token["segment"], SEGMENT_COLOURS[token["segment"]]
-        shown = escape(token["text"].replace("\n", "⏎").strip() or "␣")
-        if name == "image" and shown == "<image>":
-            shown = "▪"
+        shown = "▪" if token["text"] == "<image>" else escape(token["text"].replace("\n", "⏎").strip() or "␣")
         readout = "" if token["option"] is None else f", readout of option {token['option']}"
         frame = "" if token["option"] is None else f"outline:2px solid {VERMILION};outline-offset:-1px;"
         about = f"position {token['position']}, id {token['id']}, {name}{readout}"
@@ -290,13 +294,12 @@ def floor_bars(stages: pd.DataFrame, title: str) -> Figure:
     colours = [STAGE_COLOURS.get(stage, GREY) for stage in shown["stage"]]
     axes.barh(range(len(shown)), shown["measured_ms"], color=colours, height=0.6)
     for place, line in shown.iterrows():
-        if line["floor_ms"] > 0:
-            axes.plot([line["floor_ms"]] * 2, [place - 0.38, place + 0.38], color=VERMILION, linewidth=3)
+        axes.plot([line["floor_ms"]] * 2, [place - 0.38, place + 0.38], color=VERMILION, linewidth=3)
         bound = f", {line['bound']}" if line["bound"] else ""
         text = f" {line['measured_ms']:.3g} ms: {line['share']:.0%} floor{bound}"
         axes.text(max(line["measured_ms"], line["floor_ms"]) * 1.05, place, text, va="center", fontsize=9, color=GREY)
     axes.set_xscale("log")
-    axes.set_xlim(right=shown["measured_ms"].max() * 15)
+    axes.set_xlim(shown["measured_ms"].min() / 5, shown["measured_ms"].max() * 20)
     axes.set_yticks(range(len(shown)), [stage.replace("_", " ") for stage in shown["stage"]])
     axes.invert_yaxis()
     axes.set_xlabel(f"{title}: time of the stage (ms, median, logarithmic); red: its floor on this machine")
