@@ -6,10 +6,11 @@ from typing import Protocol
 from lab.models.heads import Decisions
 from lab.steps.compiled import CompiledStep
 from lab.steps.eager import EagerStep
+from lab.steps.padded import PaddedStep
 from lab.steps.split import SplitStep
 from lab.steps.static import StaticStep
 
-__all__ = ["CompiledStep", "Decisions", "EagerStep", "SplitStep", "StaticStep", "Step"]
+__all__ = ["CompiledStep", "Decisions", "EagerStep", "PaddedStep", "SplitStep", "StaticStep", "Step"]
 
 
 class Step(Protocol):

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lab.caches import FrameFeatures
 from lab.errors import InputError
 from lab.measure import stage
 from lab.models.heads import Decisions
 from lab.models.vision import DecisionModel, block_mask, check_model_supports, type_id
 from lab.pixels import check_frames, make_pixels
+from lab.steps.replay import Watch
 from lab.tokens import Row
 from lab.workloads import Question
 
@@ -57,7 +59,10 @@ class EagerStep:
     `frames` per decision are given oldest first. `option_attention` is `causal` or `block`. `pixels` is `device` (one
     resize operator on the model's device) or `processor` (the model's own image processor, on the CPU). With `orders` > 1
     the answer is averaged over that many option orders: as given, reversed, then shuffles from a generator seeded 0.
-    Raises InputError for a model that reads out elsewhere or splits images, and for unknown settings.
+    With `features`, a cache of its own, only frames are encoded that it does not hold; the answers stay equal up to the
+    noise of encoding another number of frames at once, and `decide` raises InputError once the weights that made its
+    rows have changed. Raises InputError for a model that reads out elsewhere or splits images, for unknown settings, and
+    for a cache that another step uses.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class EagerStep:
         pixels: str = "device",
         orders: int = 1,
         filter: str = "composed",
+        features: FrameFeatures | None = None,
         name: str | None = None,
     ):
         start = time.perf_counter()
@@ -77,7 +83,8 @@ class EagerStep:
             raise InputError(f"orders is {orders}; give 1 or more.")
         self.model, self.question, self.frames = model, question, frames
         self.option_attention, self.orders = option_attention, _orders(len(question.options), orders)
-        self.name = name or ("eager" if orders == 1 else f"eager, {orders} orders")
+        kept = "" if features is None else ", frame features kept"
+        self.name = name or ("eager" if orders == 1 else f"eager, {orders} orders") + kept
         self.pixels_path = pixels
         self.pixels = make_pixels(
             pixels, model.config.image_size, device=model.device, dtype=model.dtype, filter=filter
@@ -85,6 +92,10 @@ class EagerStep:
         self.filter = filter if pixels == "device" else "processor"
         self.row = model.row(question, frames)  # a question or budget that cannot work is refused here, not mid-loop
         self.temperature = model.temperature_of(question)
+        self.features = features
+        if features is not None:
+            features.claim(self)
+            self._watches = [Watch(part) for part in (model.encoder.vision_model, model.encoder.connector)]
         self._build_seconds = time.perf_counter() - start
 
     @torch.inference_mode()
@@ -95,10 +106,7 @@ class EagerStep:
             raise InputError(f"{frames.shape[1]} frames per decision were given, this step takes {self.frames}.")
         with stage("build_inputs"):
             inputs = self._inputs(len(frames))
-        with stage("resize"):
-            pixels = self.pixels(frames.reshape(-1, *frames.shape[2:]))
-        with stage("vision"):
-            image_rows = self.model.images(pixels)
+        image_rows = self._image_rows(frames.reshape(-1, *frames.shape[2:]))
         hidden = self._language(inputs, image_rows)
         with stage("heads"):
             answer = self._answer(hidden, inputs)
@@ -110,6 +118,20 @@ class EagerStep:
             self.model.row(self.question.reordered(order), self.frames) for order in self.orders for _ in range(batch)
         ]
         return collate(self.model, rows, self.option_attention)
+
+    def _image_rows(self, frames: np.ndarray) -> Tensor:
+        if self.features is None:
+            return self._encode(frames)
+        with stage("features"):  # which the encoding of missing frames interrupts
+            for watch in self._watches:
+                watch.check()
+            return self.features.rows(frames, self._encode)
+
+    def _encode(self, frames: np.ndarray) -> Tensor:
+        with stage("resize"):
+            pixels = self.pixels(frames)
+        with stage("vision"):
+            return self.model.images(pixels)
 
     def _embed(self, inputs: Inputs, image_rows: Tensor) -> Tensor:
         return self.model.merge(inputs.ids, inputs.positions, image_rows.repeat(len(self.orders), 1, 1))
@@ -129,7 +151,7 @@ class EagerStep:
         return logits, (logits / self.temperature).softmax(-1), p_act
 
     def reset(self, rows=None) -> None:
-        """Nothing is kept between decisions."""
+        """Nothing is kept between decisions but frame features, which hold in any episode."""
 
     def describe(self) -> dict:
         return {
@@ -141,6 +163,7 @@ class EagerStep:
             "pixels": self.pixels_path,
             "filter": self.filter,
             "orders": len(self.orders),
+            "features_capacity": 0 if self.features is None else self.features.capacity,
         }
 
     def start_cost(self) -> dict:
