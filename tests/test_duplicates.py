@@ -104,6 +104,17 @@ def test_comparison_says_only_what_it_can(smoke):
     assert "0 of 1 published rates" in duplicates.answer(table)
 
 
+def test_readable_table_keeps_the_published_figures():
+    line = {"source": "atari:Pong", "policy": "one_hot", "seed": 0, "opens": False}
+    rows = pd.DataFrame([{**line, "identical": i < 25, "changed": 0.1} for i in range(2000)])
+    shown = duplicates.readable(duplicates.comparison(rows)).iloc[0]
+    assert shown["equal to the one before (%)"].to_dict() == {
+        **{"here": "1.25", "interval": "0.8-1.8", "published": "1.25", "no resets": "1.25"}
+    }
+    assert shown["changed pixels (%)"].to_dict() == {"here": "10.000", "published": "0.286"}
+    assert shown["", "same"] == "no"
+
+
 def test_results_hold_the_answer_and_intervals(smoke):
     found = duplicates.results(duplicates.comparison(smoke[0]))
     assert found["answer"]
@@ -121,7 +132,7 @@ def test_changed_pixels_looks_at_every_channel():
 
 def test_figures_draw_every_source_and_pair(smoke):
     left, right = duplicate_dots(duplicates.comparison(smoke[0])).axes
-    assert [tick.get_text() for tick in left.get_yticklabels()] == ["Breakout", "basic"]
+    assert [tick.get_text() for tick in left.get_yticklabels()] == ["Atari Breakout", "Doom basic"]
     assert right.get_xscale() == "log"
     pairs = duplicates.example_pairs()
     assert [pair["changed"].any() for pair in pairs] == [False, True, False, True]

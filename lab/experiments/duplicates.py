@@ -179,7 +179,7 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     def percent(shares: pd.Series, digits: int = 2) -> list[str]:
         return ["" if pd.isna(share) else f"{100 * share:.{digits}f}" for share in shares]
 
-    same, changed = "equal to the one before (%)", "pixels changed, median (%)"
+    same, changed = "equal to the one before (%)", "changed pixels (%)"
     columns = {
         (same, "here"): percent(table.identical),
         (same, "interval"): [f"{a}-{b}" for a, b in zip(percent(table.low, 1), percent(table.high, 1), strict=True)],
