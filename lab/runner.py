@@ -24,9 +24,9 @@ from lab.errors import InputError
 PROFILES = ("smoke", "standard", "full")
 
 # Minutes on two CPU cores in profile `standard`, measured; a smoke run takes about a tenth of a minute each.
-MINUTES = {"01": 0.5, "02": 4.0, "03": 4.0, "04": 2.0, "05": 1.0, "06": 3.0, "07": 2.5, "08": 2.0}
+MINUTES = {"01": 0.3, "02": 7.0, "03": 4.0, "04": 2.0, "05": 0.5, "06": 3.0, "07": 2.5, "08": 2.0}
 MINUTES_ELSE = 1.5
-MEMORY_GB = {"smoke": 2, "standard": 4, "full": 8}
+MEMORY_GB = {"smoke": 2, "standard": 6, "full": 8}  # the kernel, and what it starts to try things aside
 DISK_MB = 100  # a run's pages, rows and traces stay well below
 HEARTBEAT_S = 20
 
@@ -223,22 +223,37 @@ def headless(folder: Path) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-@contextmanager
-def heartbeat(name: str, at: dict[str, Any], say: Callable[[str], None]) -> Iterator[None]:
-    """Say every HEARTBEAT_S seconds which cell is running (`at["cell"]`), so that a long cell does not look hung."""
-    done, start = threading.Event(), time.monotonic()
+class Progress:
+    """Says every HEARTBEAT_S seconds where a notebook is, with the last line it wrote to stderr, so that a long cell
+    does not look hung. A context manager; also what papermill takes for a file to copy stderr to."""
 
-    def beat() -> None:
-        while not done.wait(HEARTBEAT_S):
-            say(f"  {name}: code cell {at['cell']} of {at['cells']}, {time.monotonic() - start:.0f} s so far")
+    def __init__(self, name: str, cells: int, say: Callable[[str], None]):
+        self.name, self.cells, self.say = name, cells, say
+        self.cell, self.line, self.start = 0, "", time.monotonic()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
 
-    thread = threading.Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        thread.join()
+    def cell_starts(self, cell: Any, cell_index: int, **_: Any) -> None:
+        self.cell += _runs(cell)
+
+    def write(self, text: str) -> None:
+        self.line = next((line.strip() for line in reversed(text.splitlines()) if line.strip()), self.line)
+
+    def flush(self) -> None:
+        pass
+
+    def _beat(self) -> None:
+        while not self._done.wait(HEARTBEAT_S):
+            spent = f"{time.monotonic() - self.start:.0f} s so far"
+            self.say(f"  {self.name}: code cell {self.cell} of {self.cells}, {spent}  {self.line[:100]}".rstrip())
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._done.set()
+        self._thread.join()
 
 
 def execute(notebook: Notebook, folder: Path, say: Callable[[str], None]) -> Outcome:
@@ -252,18 +267,17 @@ def execute(notebook: Notebook, folder: Path, say: Callable[[str], None]) -> Out
 
     source = nbformat.read(notebook.path, as_version=4)
     target = folder / notebook.path.name
-    at = {"cells": 1 + sum(map(_runs, source.cells)), "cell": 0}  # papermill adds the cell with what is passed
-
-    def count(cell: Any, cell_index: int, **_: Any) -> None:
-        at["cell"] += _runs(cell)
-
+    progress = Progress(
+        notebook.name, 1 + sum(map(_runs, source.cells)), say
+    )  # papermill adds the cell of what is passed
     start, started = time.monotonic(), time.time()
     failure, interrupted = "", False
     try:
-        with heartbeat(notebook.name, at, say):
+        with progress:
             papermill.execute_notebook(
                 notebook.path, target, notebook.passed, kernel_name="python3", cwd=notebook.path.parent,
-                progress_bar=False, autosave_cell_every=5, on_cell_start=count, extra_arguments=["--log-level=ERROR"],
+                progress_bar=False, autosave_cell_every=5, on_cell_start=progress.cell_starts, stderr_file=progress,
+                extra_arguments=["--log-level=ERROR"],
             )  # fmt: skip
     except KeyboardInterrupt:
         interrupted = True
@@ -278,7 +292,7 @@ def execute(notebook: Notebook, folder: Path, say: Callable[[str], None]) -> Out
     executed = source
     with suppress(OSError, nbformat.reader.NotJSONError):  # never started, or torn by a disk that filled up
         executed = nbformat.read(target, as_version=4)
-    reason, stopped = judge(executed, notebook, folder, started, failure, at["cell"])
+    reason, stopped = judge(executed, notebook, folder, started, failure, progress.cell)
     status = "interrupted" if interrupted else "failed" if reason else "ok"
     executed.metadata["lab"] = {
         "status": status,

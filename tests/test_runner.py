@@ -257,6 +257,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_a_sentence(make_notebook, run, t
 
 def test_a_long_cell_is_reported_while_it_runs(make_notebook, run, monkeypatch):
     monkeypatch.setattr(runner, "HEARTBEAT_S", 0.5)
-    make_notebook("01_slow", "import time\ntime.sleep(2)")
+    make_notebook("01_slow", "import sys, time\nprint('4 of 10 blocks', file=sys.stderr, flush=True)\ntime.sleep(2)")
     assert run() == 0
-    assert any(re.fullmatch(r"  01_slow: code cell 3 of 4, \d s so far", line) for line in run.said), run.said
+    wanted = r"  01_slow: code cell 3 of 4, \d s so far  4 of 10 blocks"
+    assert any(re.fullmatch(wanted, line) for line in run.said), run.said
