@@ -183,7 +183,7 @@ def minutes(notebook: Notebook) -> float:
     if notebook.passed.get("rows"):
         return 0.2
     standard = MINUTES.get(notebook.name.split("_")[0], MINUTES_ELSE)
-    return {"smoke": 0.2, "standard": standard, "full": 5 * standard}[notebook.passed["profile"]]
+    return {"smoke": 0.3, "standard": standard, "full": 5 * standard}[notebook.passed["profile"]]
 
 
 def announce(notebooks: list[Notebook], folder: Path, say: Callable[[str], None]) -> None:
