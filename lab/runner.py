@@ -210,6 +210,7 @@ def headless(folder: Path) -> Iterator[None]:
     wanted = {
         "LAB_RUN_FOLDER": str(folder),
         "LAB_HEADLESS": "1",
+        "KINETO_LOG_LEVEL": "3",  # a profiled decision would otherwise print notices onto the page
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "JUPYTER_PREFER_ENV_PATH": "1",
         "PYDEVD_DISABLE_FILE_VALIDATION": "1",

@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -116,7 +117,7 @@ def _hub_file() -> Path | None:
 def _convert(weights: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    print("Converting the tokenizer (once, about ten seconds) ...", flush=True)
+    print("Converting the tokenizer (once, about ten seconds) ...", file=sys.stderr, flush=True)
     tokenizer = AutoTokenizer.from_pretrained(str(weights.parent), gguf_file=weights.name).backend_tokenizer
     # The conversion leaves out that SmolLM2 splits digits singly.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

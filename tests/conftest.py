@@ -32,3 +32,13 @@ def make_notebook(tmp_path):
         return path
 
     return make
+
+
+def pytest_collection_modifyitems(items):
+    """Tests marked `cuda` need a GPU; elsewhere they are skipped."""
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))

@@ -1,6 +1,7 @@
 """Where models come from: presets, checkpoint folders in the published naming, hub names."""
 
 import json
+import sys
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -137,7 +138,7 @@ def _offline_text_weights(text_model) -> dict[str, torch.Tensor]:
     from transformers import LlamaForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-    print("Dequantising the text model's weights (once, about ten seconds) ...", flush=True)
+    print("Dequantising the text model's weights (once, about ten seconds) ...", file=sys.stderr, flush=True)
     with torch.device("meta"):
         named = LlamaForCausalLM(text_model.config)
     tensors = load_gguf_checkpoint(str(offline_weights()), return_tensors=True, model_to_load=named)["tensors"]
