@@ -6,7 +6,6 @@ copy. A floor is the larger of the two times (Williams et al., "Roofline", CACM 
 floor where its data stay in a processor cache, or where ceilings were measured on a busy machine: such shares are shown.
 """
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable
@@ -15,7 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pandas as pd
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,32 +45,52 @@ class Cost:
 # --- counting ---------------------------------------------------------------------------------------------------------
 
 
-def count(call: Callable, *args, compute: bool = False) -> int:
+def count(call: Callable, *args) -> int:
     """The floating-point operations of `call(*args)`, a multiply-add being two.
 
-    By default nothing is calculated: what the call makes are fake tensors, which have shapes but no numbers. With
-    `compute` it really runs, for a call that looks at its numbers. Attention is counted as plain matrix products.
+    Nothing is calculated: what the call makes are fake tensors, which have shapes but no numbers. Only a call that must
+    look at a number runs for real. Attention is counted as plain matrix products: torch's counter does not know the
+    fused CPU kernel.
     """
-    fake = contextlib.nullcontext() if compute else FakeTensorMode(allow_non_fake_inputs=True)
-    with fake, sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call(*args)
-    return counter.get_total_flops()
+
+    def counted():
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+            call(*args)
+        return counter.get_total_flops()
+
+    return _without_numbers(lambda: counted)
+
+
+def _without_numbers(prepare: Callable[[], Callable]):
+    """The result of `prepare()()`, the second call on fake tensors, or afresh on real ones where it needs numbers."""
+    run = prepare()
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _ZeroReadback():
+            return run()
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        return prepare()()
 
 
 def stage_costs(step, inputs, before=None) -> dict[str, Cost]:
-    """What one `step.decide(inputs)` costs, by stage and in "total", without calculating anything.
+    """What one `step.decide(inputs)` costs, by stage and in "total"; counted as `count` does.
 
     `inputs` is what the step takes; only shapes matter. What is made once (resize operators, kept states) is not
-    counted: a decision on `before` (default: `inputs`) goes ahead. Both run on fake tensors and a copy of the step that
-    shares its model, so the step stays as it is. Attention is counted as plain matrix products: torch's counter does
-    not know the fused CPU kernel. Raises InputError for a step whose work cannot be seen, such as a captured graph.
+    counted: a decision on `before` (default: `inputs`) goes ahead. Both run on a copy of the step that shares its
+    model, so the step stays as it is. Raises InputError for a step whose work cannot be seen, such as a captured graph.
     """
-    shared = {id(step.model): step.model} if hasattr(step, "model") else {}
-    try:
-        twin = copy.deepcopy(step, shared)
-        with FakeTensorMode(allow_non_fake_inputs=True), _ZeroReadback():
+    shared = getattr(step, "model", None)
+
+    def prepare():
+        twin = copy.deepcopy(step, {id(shared): shared})
+
+        def counted():
             twin.decide(inputs if before is None else before)
-            costs = _count(twin.decide, (inputs,))
+            return _count(twin.decide, (inputs,))
+
+        return counted
+
+    try:
+        costs = _without_numbers(prepare)
     except InputError:
         raise
     except Exception as error:
@@ -123,7 +143,7 @@ class _Reads(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.pieces, self._numbers, self._kept = [], {}, []
+        self.pieces, self._numbers, self._seen = [], {}, []
 
     def new_piece(self) -> None:
         self.pieces.append(_Piece())
@@ -132,7 +152,7 @@ class _Reads(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._numbers:
             self._numbers[storage._cdata] = len(self._numbers)
-            self._kept.append(storage)  # held, so that its address is not given to another
+            self._seen.append(StorageWeakRef(storage))  # its address is given to no other while this is held
         return self._numbers[storage._cdata]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -228,7 +248,9 @@ def _product_rate(m: int, k: int, n: int, device: str, dtype: str, clock) -> flo
 
 def _best_seconds(call: Callable, clock, spend: float = 0.1) -> float:
     """The shortest time of one call; several are timed together where one is short against the launching of it."""
-    time_call(call, clock=clock)
+    first = time_call(call, clock=clock)["total"] / 1e3
+    if first > 1:  # bf16 on a processor without it: no second try would change the picture
+        return first
     first = time_call(call, clock=clock)["total"] / 1e3
     together = max(1, math.ceil(2e-3 / first))
 
