@@ -86,6 +86,11 @@ def _inside(axes: Axes, left: float, y: float, width: float, longest: float, tex
         axes.text(left + width / 2, y, fitting[0], ha="center", va="center", color=colour, fontsize=8)
 
 
+def _short(number: float) -> str:
+    """A time for a label: three digits, never in powers of ten."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
+
+
 @dataclass(frozen=True)
 class View:
     """Something to show in a notebook: `html` where pages are shown, `text` (its conclusion) everywhere else.
@@ -191,19 +196,20 @@ def stage_bars(tables: dict[str, pd.DataFrame]) -> Figure:
     ]
     figure, axes = new_figure(7.5, 0.8 + 0.42 * len(lines))
     longest = max(part.loc["total", "median"] for _, _, part in lines)
+    highest = max(part.loc["total", ["median", "high"]].max() for _, _, part in lines)
+    reach = min(max(longest, highest / 1.1), 1.4 * longest)  # one wild interval must not squeeze the bars
     for place, (_, _, part) in enumerate(lines):
         left = 0.0
         for stage, line in part.drop(index="total").iterrows():
             axes.barh(place, line["median"], left=left, color=STAGE_COLOURS.get(stage, GREY), height=0.62)
             words = stage.replace("_", " ")
-            texts = (f"{words} {line['median']:.3g}", words, f"{line['median']:.3g}")
-            _inside(axes, left, place, line["median"], longest, texts, STAGE_COLOURS.get(stage, GREY))
+            texts = (f"{words} {_short(line['median'])}", words, _short(line["median"]))
+            _inside(axes, left, place, line["median"], reach, texts, STAGE_COLOURS.get(stage, GREY))
             left += line["median"]
         total = part.loc["total"]
         error = [[total["median"] - total["low"]], [total["high"] - total["median"]]]
         axes.errorbar(total["median"], place + 0.4, xerr=error, color=GREY, capsize=2, elinewidth=1.2)
-        right = total["high"] if total["high"] == total["high"] else total["median"]
-        axes.text(right + 0.01 * longest, place, f"{total['median']:.4g}", va="center", fontsize=9, color=GREY)
+        axes.text(left + 0.01 * reach, place, _short(total["median"]), va="center", fontsize=9, color=GREY)
     seen = list(dict.fromkeys(stage for _, _, part in lines for stage in part.index if stage != "total"))
     swatches = [plt.Rectangle((0, 0), 1, 1, color=STAGE_COLOURS.get(stage, GREY)) for stage in seen]
     figure.legend(
@@ -218,7 +224,7 @@ def stage_bars(tables: dict[str, pd.DataFrame]) -> Figure:
     axes.set_yticks(range(len(lines)), [f"{name}, {arm}" for name, arm, _ in lines])
     axes.invert_yaxis()
     axes.set_xlabel("time of one decision (ms, median; below each bar the whole's 95 % interval)")
-    axes.set_xlim(0, longest * 1.15)
+    axes.set_xlim(0, 1.15 * reach)
     axes.spines["left"].set_visible(False)
     axes.tick_params(axis="y", length=0)
     return figure
@@ -296,7 +302,7 @@ def floor_bars(stages: pd.DataFrame, title: str) -> Figure:
     for place, line in shown.iterrows():
         axes.plot([line["floor_ms"]] * 2, [place - 0.38, place + 0.38], color=VERMILION, linewidth=3)
         bound = f", {line['bound']}" if line["bound"] else ""
-        text = f" {line['measured_ms']:.3g} ms: {line['share']:.0%} floor{bound}"
+        text = f" {_short(line['measured_ms'])} ms: {line['share']:.0%} floor{bound}"
         axes.text(max(line["measured_ms"], line["floor_ms"]) * 1.05, place, text, va="center", fontsize=9, color=GREY)
     axes.set_xscale("log")
     axes.set_xlim(shown["measured_ms"].min() / 5, shown["measured_ms"].max() * 20)
