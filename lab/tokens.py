@@ -8,17 +8,40 @@ A layout is a sequence of named segments. In the `terminator` layout they are
     question  newline, "<type> question: <instructions>", end of utterance, the assistant's cue line
     options   per option "- <text>" and one newline, which is that option's readout
 
+In the `mask` layout, for models that read both ways, they are
+
+    prefix    [CLS]User:
+    image     as above
+    question  "<type> question: <instructions>", [SEP]
+    options   per option [MASK], which is that option's readout, and its text; then [SEP]
+    state     a text state, where there is one, and [SEP]
+
+In the `question_first` layout all that never changes comes first, so that its keys and values can be kept:
+
+    prefix    as above
+    question  newline, "<type> question: <instructions>", newline, "Options:", newline
+    options   per option its label, a blank, its text and one newline
+    image, state
+    cue       end of utterance and the assistant's cue line
+    readouts  per option its label once more, which is its readout
+
+`published_simulation` is how the published measurements imitated that layout: the question and options of `terminator`
+ahead of the image, no labels and no cue, and as many newlines as there are options for readouts. Its answers mean
+nothing; its token counts, and with them its times, can be compared.
+
 Every piece is tokenised apart and the ids are concatenated, so nothing merges across borders. Rule and budgets: the
 published decision model (see README, "Sources").
 """
 
 import functools
 import importlib.util
+import itertools
 import json
 import os
+import string
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,6 +54,9 @@ from lab.workloads import MAX_FRAMES, Question
 HUB_NAME = "HuggingFaceTB/SmolVLM-256M-Instruct"
 FAKE, IMAGE, GLOBAL, END = "<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"
 START = "<|im_start|>"
+# SmolLM2's vocabulary has none of these: three of SmolVLM's reserved tokens stand for them. Enough to lay rows out;
+# released weights of a model that reads both ways come with another vocabulary.
+CLS, SEP, MASK = (f"<|reserved_special_token_{i}|>" for i in range(3))
 TEXT_VOCABULARY = 49152
 # SmolVLM's own order, so that released checkpoints fit: ids 49152 to 49279.
 SMOLVLM_TOKENS = (
@@ -43,6 +69,11 @@ SMOLVLM_TOKENS = (
 OPTION_LIMIT = 48
 MIN_OPTION = 4
 MIN_QUESTION = 16
+LAYOUTS = {
+    "terminator": ("prefix", "image", "state", "question", "options"),
+    "question_first": ("prefix", "question", "options", "image", "state", "cue", "readouts"),
+    "published_simulation": ("prefix", "question", "options", "image", "state", "readouts"),
+}
 
 
 # ---------------------------------------------------------------------------------------------------- tokenizer
@@ -148,7 +179,8 @@ class Row:
 
     ids int64 [length]; segments in order; image_positions int64 [frames * image tokens], where image rows go;
     readouts int64 [options], the position at which each option's logit is read; option_span the half-open range from the
-    first option's bullet to the end of the last terminator, within which `block` attention lets tokens see both ways.
+    first option's bullet to the end of the last terminator, within which `block` attention lets tokens see both ways;
+    pooled the position whose state stands for the whole row, -1 for the last.
     """
 
     ids: np.ndarray
@@ -156,12 +188,18 @@ class Row:
     image_positions: np.ndarray
     readouts: np.ndarray
     option_span: tuple[int, int]
+    pooled: int = -1
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def segment(self, name: str) -> Segment:
         return next(segment for segment in self.segments if segment.name == name)
+
+    @property
+    def kept(self) -> int:
+        """How many tokens come ahead of the first that depends on the frame: what a key/value cache can keep for good."""
+        return next((segment.start for segment in self.segments if not segment.fixed), len(self))
 
 
 def image_tokens(image_size: int, patch: int = 16, scale: int = 4) -> int:
@@ -182,51 +220,74 @@ def build_row(
     state: str | Mapping | None = None,
     max_len: int = 1024,
     head_max_len: int = 256,
+    layout: str = "terminator",
 ) -> Row:
-    """The `terminator` row of one decision.
+    """The row of one decision in one of the `LAYOUTS`.
 
     Budgets: question and options share `head_max_len` tokens. Each option keeps at most 48; if less than 16 would be left
     for the question, the options are cut evenly (to at least 4 each); a question still too long keeps its first and last
     halves. The state gets what is left of `max_len` and keeps its start. Raises InputError if the row is too long even
-    without a state, or if `frames` is not from 1 to 8.
+    without a state, if `frames` is not from 1 to 8, and for an unknown layout.
     """
+    if layout not in LAYOUTS:
+        raise InputError(f"layout is {layout!r}; choose one of {', '.join(LAYOUTS)}.")
     if not 1 <= frames <= MAX_FRAMES:
         raise InputError(f"{frames} frames per decision; give 1 to {MAX_FRAMES}.")
-    prefix = encode(tokenizer, START) + encode(tokenizer, "User:")
     run = [*encode(tokenizer, FAKE + GLOBAL), *encode(tokenizer, IMAGE) * image_tokens, *encode(tokenizer, FAKE)]
-    asked, options = _question_and_options(tokenizer, question, head_max_len)
-    room = max_len - len(prefix) - frames * len(run) - len(asked) - sum(map(len, options))
+    newline, count = encode(tokenizer, "\n"), len(question.options)
+    labels = option_labels(tokenizer, count) if layout == "question_first" else []
+    asked, options = _question_and_options(tokenizer, question, head_max_len, labels)
+    parts = {
+        "prefix": encode(tokenizer, START) + encode(tokenizer, "User:"),
+        "image": run * frames,
+        "question": asked,
+        "options": [token for option in options for token in option],
+        "cue": encode(tokenizer, f"{END}\nAssistant:"),
+        "readouts": labels or newline * count,
+        "state": [],
+    }
+    room = max_len - sum(len(parts[name]) for name in LAYOUTS[layout])
     if room < 0:
         raise InputError(
             f"The row needs {max_len - room} tokens but the model reads {max_len}: use fewer frames ({frames} now), "
             "fewer or shorter options, or a shorter question."
         )
-    given = encode(tokenizer, state_text(state))[:room]
+    parts["state"] = encode(tokenizer, state_text(state))[:room]
 
     ids: list[int] = []
     segments: list[Segment] = []
-    for name, tokens, fixed in (
-        ("prefix", prefix, True),
-        ("image", run * frames, False),
-        ("state", given, False),
-        ("question", asked, True),
-        ("options", [token for option in options for token in option], True),
-    ):
-        if tokens:
-            segments.append(Segment(name, len(ids), len(ids) + len(tokens), fixed))
-            ids += tokens
+    for name in LAYOUTS[layout]:
+        if parts[name]:
+            segments.append(Segment(name, len(ids), len(ids) + len(parts[name]), name not in ("image", "state")))
+            ids += parts[name]
     span = segments[-1].start, segments[-1].stop
-    ids = np.array(ids, dtype=np.int64)
+    image = next(segment.start for segment in segments if segment.name == "image")
+    lengths = [len(option) for option in options] if layout == "terminator" else [1] * count
     return Row(
-        ids=ids,
+        ids=np.array(ids, dtype=np.int64),
         segments=tuple(segments),
         # Counted from the layout, not searched in the ids: a text cannot add an image position.
-        image_positions=np.concatenate(
-            [np.arange(image_tokens) + len(prefix) + i * len(run) + 2 for i in range(frames)]
-        ),
-        readouts=span[0] + np.cumsum([len(option) for option in options]) - 1,
+        image_positions=np.concatenate([np.arange(image_tokens) + image + i * len(run) + 2 for i in range(frames)]),
+        readouts=span[0] + np.cumsum(lengths) - 1,
         option_span=span,
     )
+
+
+def option_labels(tokenizer: Tokenizer, count: int) -> list[int]:
+    """`count` distinct ids that stand for options: " A" to " Z", then " AA", " AB" and on, as far as each is one token.
+
+    Raises InputError where the vocabulary has too few of them.
+    """
+    names = (
+        "".join(letters) for size in (1, 2, 3) for letters in itertools.product(string.ascii_uppercase, repeat=size)
+    )
+    single = (ids[0] for ids in (encode(tokenizer, f" {name}") for name in names) if len(ids) == 1)
+    labels = list(itertools.islice(dict.fromkeys(single), count))
+    if len(labels) < count:
+        raise InputError(
+            f"The tokenizer has single tokens to label {len(labels)} options, not {count}; use fewer options."
+        )
+    return labels
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -240,16 +301,18 @@ def state_text(state: str | Mapping | None) -> str:
     return _plain(state or "")
 
 
-def _question_and_options(tokenizer: Tokenizer, question: Question, budget: int) -> tuple[list[int], list[list[int]]]:
-    newline = encode(tokenizer, "\n")
-    texts = [encode(tokenizer, "- " + _plain(text).replace("\n", " ")) for text in question.rendered]
-    options = [text[: OPTION_LIMIT - 1] + newline for text in texts]
+def _option_texts(tokenizer: Tokenizer, question: Question, bullet: str = "") -> list[list[int]]:
+    return [encode(tokenizer, bullet + _plain(text).replace("\n", " ")) for text in question.rendered]
+
+
+def _fit(
+    asked: list[int], texts: list[list[int]], marked: Callable[[list[int]], list[int]], budget: int
+) -> tuple[list[int], list[list[int]]]:
+    """Question and options cut to `budget` tokens together; `marked` adds its readout, one token, to an option's text."""
+    options = [marked(text[: OPTION_LIMIT - 1]) for text in texts]
     if budget - sum(map(len, options)) < MIN_QUESTION:
         each = max(MIN_OPTION, (budget - MIN_QUESTION) // len(options))
-        options = [text[: each - 1] + newline for text in texts]
-    asked = encode(
-        tokenizer, f"\n{question.type} question: {_plain(question.instructions)}{END}\nAssistant: Options:\n"
-    )
+        options = [marked(text[: each - 1]) for text in texts]
     room = budget - sum(map(len, options))
     if room < MIN_QUESTION:
         raise InputError(
@@ -263,6 +326,6 @@ def _question_and_options(tokenizer: Tokenizer, question: Question, budget: int)
 
 def _plain(text: str) -> str:
     """Text whose special tokens became spaces, so that it cannot place an image or end an utterance."""
-    for token in (START, "<|im_end|>", "<|endoftext|>", FAKE, IMAGE, GLOBAL, END):
+    for token in (START, "<|im_end|>", "<|endoftext|>", FAKE, IMAGE, GLOBAL, END, CLS, SEP, MASK):
         text = text.replace(token, " ")
     return text
