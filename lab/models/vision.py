@@ -80,11 +80,11 @@ class DecisionModel(DecisionHeads):
         for part in (self.encoder, self.encoder.vision_model, self.encoder.text_model):
             part.set_attn_implementation(kernel)
 
-    def row(self, question: Question, frames: int = 1, state=None) -> Row:
+    def row(self, question: Question, frames: int = 1, state=None, layout: str = "terminator") -> Row:
         """The question's token row for this model; see `lab.tokens.build_row`."""
-        tokenizer = load_tokenizer(self.added_tokens)
+        tokenizer, config = load_tokenizer(self.added_tokens), self.config
         return build_row(
-            tokenizer, question, frames, self.image_tokens, state, self.config.max_len, self.config.head_max_len
+            tokenizer, question, frames, self.image_tokens, state, config.max_len, config.head_max_len, layout
         )
 
     def temperature_of(self, question: Question) -> float:
