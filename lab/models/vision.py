@@ -7,7 +7,7 @@ answers that do not depend on the frame.
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -136,6 +136,11 @@ def block_mask(row: Row, dtype: torch.dtype, device) -> Tensor:
     allowed = (place[None, :] <= place[:, None]) | (inside[None, :] & inside[:, None])
     mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
     return mask.masked_fill(~allowed, torch.finfo(dtype).min)[None, None]
+
+
+def whole_mask(row: Row, option_attention: str, dtype: torch.dtype, device) -> Tensor:
+    """The additive mask [1, 1, length, length] of either option attention, written out for `causal` too."""
+    return block_mask(row if option_attention == "block" else replace(row, option_span=(0, 0)), dtype, device)
 
 
 def check_model_supports(model: DecisionModel, option_attention: str, pixels: str) -> None:

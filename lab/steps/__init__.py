@@ -4,13 +4,26 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lab.models.heads import Decisions
-from lab.steps.compiled import CompiledStep
+from lab.steps.compiled import CompiledQuestionFirstStep, CompiledSplitStep, CompiledStep
 from lab.steps.eager import EagerStep
 from lab.steps.padded import PaddedStep
-from lab.steps.split import SplitStep
+from lab.steps.question_first import QuestionFirstStep
+from lab.steps.split import SplitStep, StaticSplitStep
 from lab.steps.static import StaticStep
 
-__all__ = ["CompiledStep", "Decisions", "EagerStep", "PaddedStep", "SplitStep", "StaticStep", "Step"]
+__all__ = [
+    "CompiledQuestionFirstStep",
+    "CompiledSplitStep",
+    "CompiledStep",
+    "Decisions",
+    "EagerStep",
+    "PaddedStep",
+    "QuestionFirstStep",
+    "SplitStep",
+    "StaticSplitStep",
+    "StaticStep",
+    "Step",
+]
 
 
 class Step(Protocol):

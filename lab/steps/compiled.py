@@ -6,13 +6,15 @@ import time
 import torch
 
 from lab.errors import InputError
+from lab.steps.question_first import QuestionFirstStep
+from lab.steps.split import StaticSplitStep
 from lab.steps.static import StaticStep
 
 MODES = ("default", "reduce-overhead")
 
 
-class CompiledStep(StaticStep):
-    """StaticStep with its device work compiled; `mode` is torch.compile's, `default` or `reduce-overhead`.
+class Compiled:
+    """Put in front of a static step class: its device work compiled. `mode` is torch.compile's.
 
     Compiling happens in the first call of `decide` and is told apart as the start cost `compile_s`, with the number of
     graphs, graph breaks and recompiles that torch counts. In mode `reduce-overhead` torch captures CUDA graphs itself
@@ -23,7 +25,8 @@ class CompiledStep(StaticStep):
     def __init__(self, *args, mode: str = "default", name: str | None = None, **kwargs):
         if mode not in MODES:
             raise InputError(f"mode is {mode!r}; choose one of {', '.join(MODES)}.")
-        super().__init__(*args, capture=False, name=name or f"compiled, {mode}", **kwargs)
+        super().__init__(*args, capture=False, name=name, **kwargs)
+        self.name = name or self._name(f"compiled, {mode}")
         if self.device.type == "cpu" and not compiler():
             raise InputError("Compiling for the CPU needs a C++ compiler (g++ or clang++), and there is none here.")
         self.mode, self.compile_s, self.counts = mode, 0.0, {"graphs": 0, "graph_breaks": 0, "recompiles": 0}
@@ -56,6 +59,21 @@ class CompiledStep(StaticStep):
 
     def start_cost(self) -> dict:
         return {**super().start_cost(), "compile_s": self.compile_s, **self.counts}
+
+
+class CompiledStep(Compiled, StaticStep):
+    """StaticStep with its device work compiled; `mode` is torch.compile's, `default` or `reduce-overhead`."""
+
+
+class CompiledSplitStep(Compiled, StaticSplitStep):
+    """StaticSplitStep with its device work compiled, its key/value cache included; `mode` as for CompiledStep."""
+
+
+class CompiledQuestionFirstStep(Compiled, QuestionFirstStep):
+    """QuestionFirstStep with its device work compiled, its key/value cache included; `mode` as for CompiledStep.
+
+    Raises InputError for cache="dynamic", whose tensors are new ones at every decision.
+    """
 
 
 def compiler() -> str | None:

@@ -33,6 +33,9 @@ class StaticStep:
     single frame, and, from `decide`, where a weight or temperature changed since construction.
     """
 
+    layout = "terminator"
+    title: str | None = None  # in front of the name, where a subclass runs another language stage
+
     def __init__(
         self,
         model: DecisionModel,
@@ -58,10 +61,10 @@ class StaticStep:
         self.option_attention, self.pixels_path, self.reuse = option_attention, pixels, reuse
         self.device = model.device
         self.capture = self.device.type == "cuda" if capture is None else capture
-        self.name = name or ("captured" if self.capture else "static") + (", reusing frames" if reuse else "")
+        self.name = name or self._name("captured" if self.capture else "static")
         self.pixels = make_pixels(pixels, model.config.image_size, device=self.device, dtype=model.dtype, filter=filter)
         self.filter = filter if pixels == "device" else "processor"
-        self.row = model.row(question, frames)
+        self.row = model.row(question, frames, layout=self.layout)
         self.temperature = model.temperature_of(question)
         self.watch = Watch(model)
         with torch.no_grad():
@@ -75,6 +78,9 @@ class StaticStep:
         self._build_seconds = time.perf_counter() - start
 
     # ------------------------------------------------------------------------------------------ at construction
+
+    def _name(self, how: str) -> str:
+        return ", ".join(filter(None, [self.title, how, "reusing frames" if self.reuse else None]))
 
     def _fix_text(self) -> None:
         text, device = self.model.encoder.text_model, self.device
@@ -169,15 +175,17 @@ class StaticStep:
                 self.image_rows[:, :-count] = self.image_rows[:, count:].clone()
             rows = encode_images(self.model, pixels, self.patch_positions)
             self.image_rows[:, self.frames - count :] = rows.view(self.batch, count, *rows.shape[1:])
-        with stage("language"):
-            hidden = self._language()
+        hidden = self._language()
         with stage("heads"):
             logits, act = self.model.score(hidden, type_id(self.question), self.readouts, self.pooled, self.present)
             return torch.cat([logits, (logits / self.temperature).softmax(-1), act.softmax(-1)[:, :1]], dim=1)
 
     def _language(self) -> Tensor:
-        embeds = self.embeds.index_copy(1, self.positions, self.image_rows.flatten(1, 2))
-        return run_text(self.model, embeds, self.mask, self.rotary)
+        with stage("language"):
+            return run_text(self.model, self._merged(), self.mask, self.rotary)
+
+    def _merged(self) -> Tensor:
+        return self.embeds.index_copy(1, self.positions, self.image_rows.flatten(1, 2))
 
     # ------------------------------------------------------------------------------------------ about it
 
