@@ -1,6 +1,7 @@
 # make report   install, run the notebooks, write a report   (PROFILE=smoke|standard|full  OUT=folder  ONLY=01,05)
 # make test     install, run the tests
 # make lab      install, open JupyterLab on notebooks/
+# make gpu      install nothing: run the GPU tests and benches with $(PYTHON), rows into data/measured   (OUT=folder)
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,7 +10,7 @@ OUT ?=
 ONLY ?=
 INSTALLED = $(VENV)/.installed
 
-.PHONY: report test lab install
+.PHONY: report test lab gpu install
 
 report: $(INSTALLED)
 	@$(VENV)/bin/lab run --profile "$(PROFILE)" $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
@@ -20,6 +21,12 @@ test: $(INSTALLED)
 
 lab: $(INSTALLED)
 	@$(VENV)/bin/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+
+# Runs with what the machine has: no environment is made, and the tests' own fixtures (which need Jupyter) stay out.
+gpu:
+	@if $(PYTHON) -c 'import pytest' 2>/dev/null; then $(PYTHON) -m pytest --noconftest -m cuda tests/test_static.py; \
+	    else echo "pytest is not installed: the benches alone compare the answers"; fi
+	@$(PYTHON) -m lab.cli gpu $(if $(OUT),--out "$(OUT)")
 
 install: $(INSTALLED)
 

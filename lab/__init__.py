@@ -14,10 +14,15 @@ _LAZY = {
     "SplitStep": "lab.steps",
     "StaticStep": "lab.steps",
     "CompiledStep": "lab.steps",
+    "PaddedStep": "lab.steps",
+    "FrameFeatures": "lab.caches",
+    "play": "lab.policy",
     "Arm": "lab.measure",
     "compare": "lab.measure",
     "Run": "lab.records",
 }
+
+_MODULES = {"audit", "figures", "measure", "models", "parity", "records", "roofline", "stats", "steps"}
 
 __all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
 
@@ -25,4 +30,6 @@ __all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
 def __getattr__(name: str):
     if name in _LAZY:
         return getattr(import_module(_LAZY[name]), name)
+    if name in _MODULES:
+        return import_module(f"lab.{name}")
     raise AttributeError(f"module 'lab' has no attribute {name!r}")

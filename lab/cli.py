@@ -20,6 +20,8 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure from the command line, no Jupyter needed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+Out = Annotated[Path | None, typer.Option(help="Keep the raw rows in this JSON-lines file.")]
+Weights = Annotated[str, typer.Option(help="default, or random where the offline weights are not installed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its document is the last line.")]
 
 
@@ -116,7 +118,8 @@ def latency(
     workload: Annotated[str, typer.Option(help="A workload's name.")] = "pong",
     hz: Annotated[float | None, typer.Option(help="Count missed deadlines at this many decisions a second.")] = None,
     as_json: Json = False,
-    out: Annotated[Path | None, typer.Option(help="Keep the raw rows in this JSON-lines file.")] = None,
+    out: Out = None,
+    weights: Weights = "default",
 ) -> None:
     """Time one decision and its stages: where the time goes, p50, p95, p99, missed deadlines, and a verdict."""
     if hz is not None and not 0 < hz < float("inf"):
@@ -124,7 +127,39 @@ def latency(
     with _quiet(as_json):
         from lab.experiments.latency import bench as measure
 
-        result = measure(model=model, device=device, dtype=dtype, workload=workload, hz=hz, out=out)
+        result = measure(model=model, device=device, dtype=dtype, workload=workload, hz=hz, out=out, weights=weights)
+    _print_result(result, as_json)
+
+
+@bench.command()
+def graphs(
+    preset: Annotated[str | None, typer.Option(help="smolvlm-256m (the default) or tiny.")] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="Only this dtype: fp32 or bf16.")] = None,
+    as_json: Json = False,
+    out: Out = None,
+    weights: Weights = "default",
+) -> None:
+    """Time eager, static, captured and compiled decisions beside each other, and say whether the answers are the same."""
+    with _quiet(as_json):
+        from lab.experiments.graphs import bench as measure
+
+        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
+    _print_result(result, as_json)
+
+
+@app.command()
+def gpu(
+    out: Annotated[Path | None, typer.Option(help="Where the rows go; by default data/measured/<gpu>.")] = None,
+) -> None:
+    """Run every bench on a CUDA GPU, installing nothing; `make gpu` runs the GPU tests before it."""
+    from lab.gpu import run as run_all
+
+    raise typer.Exit(run_all(out))
+
+
+def _print_result(result: Any, as_json: bool) -> None:
+    """A bench's document as the last line, or its table and its verdict."""
     if as_json:
         print(json.dumps(result.to_json()))
     else:

@@ -230,6 +230,63 @@ def stage_bars(tables: dict[str, pd.DataFrame]) -> Figure:
     return figure
 
 
+def arm_bars(speed: pd.DataFrame) -> Figure:
+    """Median time of every arm (ms) with its interval, grouped by case; the ratio to eager beside it.
+
+    `speed` is what `lab.experiments.graphs.speed_table` returns.
+    """
+    case = ["preset", "workload", "frames", "batch", "dtype"]
+    groups = list(speed.groupby(case, sort=False))
+    figure, grid = new_figure(7.5, 0.5 * len(groups) + 0.3 * len(speed), nrows=len(groups), squeeze=False)
+    for axes, (names, part) in zip(grid[:, 0], groups, strict=True):
+        places = range(len(part))
+        error = [part["median"] - part["low"], part["high"] - part["median"]]
+        colours = [GREY if arm.endswith("again") else BLUE if arm == "eager" else ORANGE for arm in part["arm"]]
+        axes.barh(places, part["median"], color=colours, height=0.6)
+        axes.errorbar(part["median"], places, xerr=np.nan_to_num(error), fmt="none", ecolor=GREY, capsize=3)
+        for place, line in zip(places, part.itertuples(), strict=True):
+            ratio = (
+                "" if line.ratio != line.ratio else f", {line.ratio:.2f} [{line.ratio_low:.2f}, {line.ratio_high:.2f}]"
+            )
+            end = np.nanmax([line.median, line.high])
+            axes.text(end, place, f"  {_short(line.median)}{ratio}", va="center", fontsize=8, color=GREY)
+        axes.set_yticks(places, part["arm"], fontsize=8)
+        axes.invert_yaxis()
+        axes.set_xlim(0, 1.45 * np.nanmax(part[["median", "high"]].to_numpy()))
+        preset, workload, frames, batch, dtype = names
+        axes.set_title(f"{preset}: {workload}, {frames} frame(s), batch {batch}, {dtype}", fontsize=9, color=GREY)
+        axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("time of one decision (ms, median, 95 % interval); beside it the paired ratio to eager")
+    return figure
+
+
+def timeline(events: pd.DataFrame) -> Figure:
+    """One decision per arm on a time axis: stages as bars, operations and launches as ticks below.
+
+    `events` is what `lab.experiments.graphs.timelines` returns.
+    """
+    arms = list(dict.fromkeys(events["arm"]))
+    figure, grid = new_figure(8, 1.3 * len(arms), nrows=len(arms), sharex=True, squeeze=False)
+    for axes, arm in zip(grid[:, 0], arms, strict=True):
+        own = events[events["arm"] == arm]
+        for line in own[own["kind"] == "stage"].itertuples():
+            colour = STAGE_COLOURS.get(line.name, SKY)
+            axes.barh(1, line.end_ms - line.start_ms, left=line.start_ms, color=colour, height=0.7)
+            name, width = line.name.replace("_", " "), line.end_ms - line.start_ms
+            _inside(axes, line.start_ms, 1, width, events["end_ms"].max(), (name,), colour)
+        for place, kind, colour in ((0.3, "operation", GREY), (0, "launch", VERMILION)):
+            starts = own[own["kind"] == kind]["start_ms"]
+            axes.vlines(starts, place - 0.12, place + 0.12, color=colour, linewidth=0.6)
+        counts = own["kind"].value_counts()
+        total = own["end_ms"].max()
+        text = f"{arm}: {_short(total)} ms, {counts.get('operation', 0)} operations, {counts.get('launch', 0)} launches"
+        axes.set_title(text, fontsize=9, color=GREY)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+    axes.set_xlabel("time since the decision began (ms, one profiled decision at the tiny size)")
+    return figure
+
+
 # ---------------------------------------------------------------------------------------------------- duplicates
 
 KIND_COLOURS = {"atari": ORANGE, "doom": BLUE}
@@ -309,4 +366,32 @@ def floor_bars(stages: pd.DataFrame, title: str) -> Figure:
     axes.set_yticks(range(len(shown)), [stage.replace("_", " ") for stage in shown["stage"]])
     axes.invert_yaxis()
     axes.set_xlabel(f"{title}: time of the stage (ms, median, logarithmic); red: its floor on this machine")
+    return figure
+
+
+# ---------------------------------------------------------------------------------------------------- question first
+
+
+def movement_lines(table: pd.DataFrame) -> Figure:
+    """How far keys (solid) and values (dashed) move when only the image changes, by layer; one colour per model.
+
+    `table` is what `lab.experiments.bidirectional.movement` returns. The axis is logarithmic and linear near 0, so that
+    exactly 0 can be told from little.
+    """
+    figure, axes = new_figure(7.5, 3.2)
+    parts = table[["keys", "values"]].to_numpy()
+    least = 10.0 ** np.floor(np.log10(parts[parts > 0].min())) if parts.any() else 1e-4
+    axes.set_yscale("symlog", linthresh=least, linscale=0.6)
+    for colour, (name, lines) in zip(PALETTE[1:], table.groupby("model", sort=False), strict=False):
+        axes.plot(lines["layer"], lines["keys"], "o-", color=colour, ms=5)
+        axes.plot(lines["layer"], lines["values"], "s--", color=colour, ms=4, mfc="none")
+        last = lines.iloc[-1]
+        zero = "" if lines[["keys", "values"]].to_numpy().any() else ": exactly 0"
+        label_points(axes, [last["layer"]], [last[["keys", "values"]].mean()], [f"{name}{zero}"], dx=8)
+    deepest = int(table["layer"].max())
+    axes.set_xticks(range(deepest + 1), ["0\n(embeddings)", *map(str, range(1, deepest + 1))])
+    axes.set_xlim(-0.2, deepest * 1.45)
+    axes.set_ylim(-0.12 * least, max(parts.max(), least) * 3)
+    axes.set(xlabel="layer that reads them", ylabel="||new - old|| / ||old||")
+    axes.set_title("Question and options, only the image changed (solid: keys, dashed: values)")
     return figure

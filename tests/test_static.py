@@ -261,7 +261,7 @@ def test_replay_equals_its_eager_twin(dtype, frames):
 
 @pytest.mark.cuda
 def test_a_replayed_decision_launches_one_graph():
-    from lab.experiments.graphs import activity
+    from lab.activity import activity
 
     model = lab.load_model(str(GOLDEN), device="cuda")
     seen = activity(StaticStep(model, question()), pairs(1, 1))

@@ -11,9 +11,8 @@ from lab import stats
 from lab.envs import frames_for
 from lab.errors import InputError
 from lab.measure import Arm, compare
-from lab.parity import MaskedEagerStep, compare_answers, repeats
-from lab.records import RowWriter, as_frame, clean, join_rows
-from lab.workloads import Workload, get_workload
+from lab.records import RowWriter, as_frame, clean, join_rows, read_rows
+from lab.workloads import DATA, Workload, get_workload
 
 PROFILES = {
     "smoke": {
@@ -22,10 +21,11 @@ PROFILES = {
         "frames": [1, 2],
         "batches": [1],
         "dtypes": ["fp32"],
-        "compiled": [],
+        "compiled": None,
         "blocks": 6,
         "budget_s": 20,
         "parity": 8,
+        "repeats": 10,
     },
     "standard": {
         "preset": "smolvlm-256m",
@@ -33,10 +33,11 @@ PROFILES = {
         "frames": [1, 2],
         "batches": [1],
         "dtypes": ["fp32"],
-        "compiled": [],
+        "compiled": {"preset": "tiny", "dtype": "fp32", "modes": ["default"]},
         "blocks": 8,
-        "budget_s": 75,
-        "parity": 3,
+        "budget_s": 55,
+        "parity": 2,
+        "repeats": 2,
     },
     "full": {
         "preset": "smolvlm-256m",
@@ -44,10 +45,11 @@ PROFILES = {
         "frames": [1, 2],
         "batches": [1, 4, 16],
         "dtypes": ["bf16", "fp32"],
-        "compiled": ["default", "reduce-overhead"],
+        "compiled": {"preset": "smolvlm-256m", "dtype": "bf16", "modes": ["default", "reduce-overhead"]},
         "blocks": 30,
-        "budget_s": 25,
+        "budget_s": 8,
         "parity": 32,
+        "repeats": 10,
     },
 }
 BASE = "eager"
@@ -55,15 +57,16 @@ BASE = "eager"
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison: a workload with a number of frames, a batch and a dtype."""
+    """One comparison: a workload with a number of frames, a batch, a dtype, and what else its title must say."""
 
     workload: Workload
     batch: int
     dtype: str
+    note: str = ""
 
     @property
     def title(self) -> str:
-        return f"{self.workload.name}, {self.workload.frames} frame(s), batch {self.batch}, {self.dtype}"
+        return f"{self.workload.name}, {self.workload.frames} frame(s), batch {self.batch}, {self.dtype}{self.note}"
 
     @property
     def tags(self) -> dict:
@@ -93,10 +96,11 @@ def run(
     """Measure every case of the profile, one comparison (title) each, and return all raw rows.
 
     Arms: `eager`; `static`, its fixed-shape twin without capture; `static, reusing frames` for several frames; the same
-    `captured` on CUDA; `compiled` for one frame and batch 1. On CUDA a last comparison sets fp32 eager against bf16
-    captured, as the published headline does. Beside the rows stand, as lines about them: parity of every arm with
-    eager, whether ten repeats agree bit for bit, and on CUDA launches, device-busy share, attention kernels and memory.
-    Raises InputError for an unknown profile, device or preset before anything is measured.
+    `captured` on CUDA. On CUDA a further comparison sets fp32 eager against bf16 captured, as the published headline
+    does. The last one adds `compiled` arms for one frame and batch 1, at the size that the profile compiles. Beside the
+    rows stand, as lines about them: parity of every arm with eager, and of causal eager with its mask written out;
+    whether repeats agree bit for bit; on CUDA launches, device-busy share, attention kernels and memory. Raises
+    InputError for an unknown profile, device or preset before anything is measured.
     """
     from lab.models import load_model
 
@@ -107,12 +111,17 @@ def run(
     models = {kind: load_model(preset, device, kind, seed, weights) for kind in dtypes}
     tables = []
     for case in _cases(settings, dtypes):
-        modes = settings["compiled"] if case.batch == 1 and case.workload.name == settings["workloads"][0] else []
-        steps = list(_steps(models[case.dtype], case, modes if case.workload.frames == 1 else []))
-        tables += _measure(case, steps, settings, seed, out, preset)
+        tables += _measure(case, list(_steps(models[case.dtype], case)), settings, seed, out, preset)
     if device != "cpu" and {"fp32", "bf16"} <= set(models):
         for name in settings["workloads"]:
             tables += _headline(models, get_workload(name), settings, seed, out, preset)
+    if settings["compiled"]:
+        asked = settings["compiled"]
+        size = preset if preset == "tiny" else asked["preset"]
+        case = Case(get_workload(settings["workloads"][0]), 1, asked["dtype"], f", compiled at {size}")
+        model = load_model(size, device, asked["dtype"], seed, weights)
+        steps = [*_steps(model, case), *_compiled(model, case, asked["modes"])]
+        tables += _measure(case, steps, settings, seed, out, size)
     return join_rows(tables)
 
 
@@ -124,22 +133,31 @@ def _cases(settings: dict, dtypes: list[str]) -> Iterator[Case]:
                     yield Case(replace(get_workload(name), frames=frames), batch, dtype)
 
 
-def _steps(model, case: Case, modes: list[str]) -> Iterator:
-    from lab.steps import CompiledStep, EagerStep, StaticStep
+def _steps(model, case: Case) -> Iterator:
+    from lab.steps import EagerStep, StaticStep
 
     question, frames = case.workload.question, case.workload.frames
     yield EagerStep(model, question, frames)
     for capture in [False, True] if model.device.type == "cuda" else [False]:
         for reuse in [False, True] if frames > 1 else [False]:
             yield StaticStep(model, question, frames, case.batch, capture=capture, reuse=reuse)
+
+
+def _compiled(model, case: Case, modes: list[str]) -> Iterator:
+    from lab.steps import CompiledStep
+
     for mode in modes:
         try:
-            yield CompiledStep(model, question, frames, case.batch, mode=mode)
+            yield CompiledStep(model, case.workload.question, case.workload.frames, case.batch, mode=mode)
         except InputError as missing:
             print(f"not run: compiled, {mode}: {missing}", flush=True)
 
 
 def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
+    from lab.activity import activity
+    from lab.parity import MaskedEagerStep, compare_answers, repeats
+    from lab.steps import EagerStep
+
     inputs = case.inputs(max(8, settings["parity"]), seed)
     rows = compare(
         [Arm.of(step) for step in steps],
@@ -151,17 +169,18 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
         title=case.title,
         tags=case.tags | {"preset": preset},
     )
-    eager = steps[0]
-    others = steps[1:]
-    if case.batch == 1 and eager.option_attention == "causal":
-        others.append(MaskedEagerStep(eager.model, eager.question, eager.frames, "causal"))
-    lines = [
-        {"kind": "parity", **asdict(compare_answers(eager, step, inputs[: settings["parity"]]))} for step in others
+    eager, sample = steps[0], inputs[: settings["parity"]]
+    pairs = [(eager, step) for step in steps[1:]]
+    if case.batch == 1 and eager.frames == 1:
+        causal = (eager.model, eager.question, 1, "causal")
+        pairs.append((EagerStep(*causal, name="eager, causal"), MaskedEagerStep(*causal)))
+    lines = [{"kind": "parity", **asdict(compare_answers(one, other, sample))} for one, other in pairs]
+    lines += [
+        {"kind": "repeats", "arm": step.name, "same": repeats(step, inputs[0], settings["repeats"])} for step in steps
     ]
-    lines += [{"kind": "repeats", "arm": step.name, "same": repeats(step, inputs[0])} for step in steps]
     if eager.model.device.type == "cuda":
         lines += [{"kind": "activity", "arm": step.name, **activity(step, inputs[0])} for step in steps]
-    lines = [clean({"about": {**line, "title": case.title, **case.tags}}) for line in lines]
+    lines = [clean({"about": {**line, "title": case.title, "preset": preset, **case.tags}}) for line in lines]
     if out:
         with RowWriter(out) as writer:
             for line in lines:
@@ -191,50 +210,6 @@ def _headline(models: dict, workload: Workload, settings: dict, seed: int, out, 
     return [rows]
 
 
-def activity(step, inputs) -> dict:
-    """What one decision does on a CUDA device, from torch's profiler.
-
-    `graph_launches` and `kernel_launches` counted on the host side, `busy` (the share of the decision's time in which a
-    kernel ran, overlaps counted once), `attention` (names of the attention kernels met), `peak_bytes`, and `graph`:
-    "used", "not used" where the step says captured but no graph was launched, "" where it makes no such claim.
-    """
-    import time
-
-    import torch
-
-    step.decide(inputs)
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile() as profiler:
-        start = time.perf_counter()
-        step.decide(inputs)
-        torch.cuda.synchronize()
-        wall_us = (time.perf_counter() - start) * 1e6
-    events = profiler.events()
-    launches = [event.name for event in events]
-    kernels = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
-    graphs = sum(name.startswith("cudaGraphLaunch") for name in launches)
-    claims = step.describe().get("captured", False)
-    return {
-        "graph_launches": graphs,
-        "kernel_launches": sum(name.startswith(("cudaLaunchKernel", "cuLaunchKernel")) for name in launches),
-        "busy": _covered([(event.time_range.start, event.time_range.end) for event in kernels]) / wall_us,
-        "attention": sorted(
-            {e.name[:80] for e in kernels if any(k in e.name.lower() for k in ("flash", "fmha", "attn"))}
-        ),
-        "peak_bytes": torch.cuda.max_memory_allocated(),
-        "graph": ("used" if graphs else "not used") if claims else "",
-    }
-
-
-def _covered(spans: list[tuple[float, float]]) -> float:
-    total, reached = 0.0, -np.inf
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
-
-
 # ------------------------------------------------------------------------------------------------ rows -> results
 
 
@@ -245,7 +220,7 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
     used = {(line["title"], line["arm"]): line for line in _about(rows, "activity")}
     lines = []
     for title, part in rows.groupby("title", sort=False):
-        tags = part[["workload", "frames", "batch", "dtype"]].iloc[0].to_dict()
+        tags = part[["preset", "workload", "frames", "batch", "dtype"]].iloc[0].to_dict()
         table = stats.summary(part)
         for _, line in table[table["stage"] == "total"].iterrows():
             cost, act = costs.get((title, line["arm"]), {}), used.get((title, line["arm"]), {})
@@ -262,13 +237,14 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per case and arm: the largest differences from eager, flips with interval, smallest margin, and whether
-    ten repeats agree bit for bit."""
+    """One line per pair of arms: the largest differences, flips with interval, smallest margin, and whether the second
+    arm's repeats agree bit for bit."""
     same = {(line["title"], line["arm"]): line["same"] for line in _about(rows, "repeats")}
     return pd.DataFrame(
         {
-            **{key: line[key] for key in ("workload", "frames", "batch", "dtype")},
+            **{key: line[key] for key in ("preset", "workload", "frames", "batch", "dtype")},
             "arm": line["second"],
+            "against": line["first"],
             **{key: line[key] for key in ("n", "max_logit", "max_probability", "max_p_act", "smallest_margin")},
             "flips": line["flips"]["value"],
             "flips_high": line["flips"]["high"],
@@ -276,6 +252,153 @@ def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
         }
         for line in _about(rows, "parity")
     )
+
+
+def audits(preset: str = "tiny", workload: str = "pong", frames: int = 1, seed: int = 0) -> dict:
+    """What could be captured, by step name (see `lab.audit`): the plain forward of transformers, the eager step, and the
+    static one. Audited at a small size: operations do not depend on it."""
+    from lab.audit import audit
+    from lab.models import load_model
+    from lab.steps import EagerStep, StaticStep, StockStep
+
+    asked = replace(get_workload(workload), frames=frames)
+    model = load_model(preset, seed=seed)
+    inputs = frames_for(asked, 1, seed)
+    steps = [kind(model, asked.question, frames) for kind in (StockStep, EagerStep, StaticStep)]
+    return {step.name: audit(step, inputs) for step in steps}
+
+
+def audit_table(audited: dict) -> pd.DataFrame:
+    """The audits' findings, one line each: step, stage, operation, finding."""
+    tables = [found.table().assign(step=name) for name, found in audited.items()]
+    return pd.concat(tables, ignore_index=True)[["step", "stage", "operation", "finding"]].drop_duplicates()
+
+
+def timelines(preset: str = "tiny", seed: int = 0, device: str = "cpu") -> pd.DataFrame:
+    """One eager and one static decision as `lab.activity.timeline` sees them, with a column `arm`."""
+    from lab.activity import timeline
+    from lab.models import load_model
+    from lab.steps import EagerStep, StaticStep
+
+    workload = get_workload("pong")
+    model, inputs = load_model(preset, device, seed=seed), frames_for(workload, 1, seed)
+    steps = [EagerStep(model, workload.question), StaticStep(model, workload.question)]
+    return pd.concat([timeline(step, inputs).assign(arm=step.name) for step in steps], ignore_index=True)
+
+
+def measured_elsewhere() -> dict[str, pd.DataFrame]:
+    """The speed tables of rows kept in data/measured, by the folder's name (the GPU's)."""
+    found = sorted((DATA / "measured").glob("*/graphs.rows.jsonl"))
+    return {path.parent.name: speed_table(read_rows(path)) for path in found}
+
+
+def beside_published(speed: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """How many times faster than eager the static and captured arms are here (interval: the paired ratio's), and as
+    published (`published("static_step")`, two containers), by workload, frames, batch and dtype."""
+    key = ["workload", "frames", "batch", "dtype"]
+    here = speed[speed["arm"].isin(["static", "captured"]) & (speed["preset"] == "smolvlm-256m")]
+    here = pd.DataFrame(
+        {
+            **{name: here[name] for name in key},
+            "arm": here["arm"],
+            "eager / arm": 1 / here["ratio"],
+            "low": 1 / here["ratio_high"],
+            "high": 1 / here["ratio_low"],
+        }
+    )
+    said = published.groupby(key)["speedup"].agg(["min", "max"]).reset_index()
+    said = said.rename(columns={"min": "published captured, from", "max": "to"})
+    return here.merge(said, on=key, how="left")
+
+
+def speed_sentence(speed: pd.DataFrame) -> str:
+    """What may be said of the static and captured arms at batch 1, by the one rule."""
+    said = []
+    for _, line in speed[speed["arm"].isin(["static", "captured"]) & (speed["batch"] == 1)].iterrows():
+        where = f"{line['preset']}, {line['workload']}, {line['frames']} frame(s), {line['dtype']}"
+        ratio = f"{line['ratio']:.2f} [{line['ratio_low']:.2f}, {line['ratio_high']:.2f}]"
+        said.append(
+            f"{where}: {line['arm']} took {ratio} times the time of eager."
+            if line["shown"]
+            else f"{where}: {line['arm']} against eager: no difference shown ({ratio})."
+        )
+    return " ".join(said)
+
+
+def answer(rows: pd.DataFrame, audited: dict) -> str:
+    """The notebook's answer, computed from rows and audits."""
+    parity = parity_table(rows)
+    could = [name for name, found in audited.items() if found.capturable]
+    not_so = [name for name in audited if name not in could]
+    flips = round((parity["flips"] * parity["n"]).sum())
+    return (
+        f"Could be captured as one graph: {', '.join(could) or 'none'}; could not: {', '.join(not_so) or 'none'}. "
+        f"{speed_sentence(speed_table(rows))} Answers differ by at most {parity['max_probability'].max():.1e} in a "
+        f"probability; {flips} of {parity['n'].sum()} chosen options flipped."
+    )
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What `lab bench graphs` found: the rows, and what of it could be captured."""
+
+    rows: pd.DataFrame
+    audited: dict
+
+    def table(self) -> str:
+        kept = [
+            "preset",
+            "workload",
+            "frames",
+            "batch",
+            "dtype",
+            "arm",
+            "median",
+            "low",
+            "high",
+            "ratio",
+            "shown",
+            "start_s",
+        ]
+        speed = speed_table(self.rows)
+        more = [name for name in ("graph", "graph_launches", "kernel_launches", "busy", "graph_mb") if name in speed]
+        return f"{stats.Table(speed[kept + more])!r}\n\n{stats.Table(parity_table(self.rows))!r}"
+
+    @property
+    def verdict(self) -> str:
+        return answer(self.rows, self.audited)
+
+    def to_json(self) -> dict:
+        speed, parity = speed_table(self.rows), parity_table(self.rows)
+        kept = ["preset", "workload", "arm", "frames", "batch", "dtype", "low", "high"]
+        return clean(
+            {
+                "rows": [{**line[kept], "ms": line["median"]} for _, line in speed.iterrows()],
+                "parity": {
+                    "max_logit": parity["max_logit"].max(),
+                    "max_probability": parity["max_probability"].max(),
+                    "flips": round((parity["flips"] * parity["n"]).sum()),
+                    "decisions": parity["n"].sum(),
+                },
+                "capturable": {name: found.capturable for name, found in self.audited.items()},
+                "notes": stats.notes(self.rows),
+                "verdict": self.verdict,
+            }
+        )
+
+
+def bench(
+    preset: str | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    out: Path | str | None = None,
+    seed: int = 0,
+    weights: str = "default",
+) -> Bench:
+    """All cases of the profile `full` on CUDA, of `standard` elsewhere; see `run`."""
+    profile = "standard" if device == "cpu" else "full"
+    rows = run(profile, out=out, seed=seed, device=device, dtype=dtype, preset=preset, weights=weights)
+    return Bench(rows, audits())
 
 
 def _about(rows: pd.DataFrame, kind: str) -> list[dict]:

@@ -314,15 +314,16 @@ def bench(
     hz: float | None = None,
     out: Path | str | None = None,
     seed: int = 0,
+    weights: str = "default",
 ) -> Bench:
     """Time one workload's decision and its stages beside an A/A arm: 30 blocks, or as many as 60 seconds hold.
 
-    `model` is anything `lab.load_model` takes. Raises InputError for an unknown name before anything is timed.
+    `model` and `weights` are what `lab.load_model` takes. Raises InputError for an unknown name before anything is timed.
     """
     from lab.models import load_model
 
     asked = get_workload(workload)
-    step = _step(load_model(model, device, dtype, seed), asked, BASE)
+    step = _step(load_model(model, device, dtype, seed, weights), asked, BASE)
     rows = compare(
         [Arm.of(step)],
         frames_for(asked, 8, seed)[:, None],
