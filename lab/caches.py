@@ -23,7 +23,8 @@ class FrameFeatures:
 
     A frame met again becomes the newest, so that a screen which stands still is encoded once, however long it stands.
     `hits` and `misses` count frames, `misses` those that were encoded: the second of two equal frames in one call is a
-    hit. `evictions` counts the features dropped for want of room. Raises InputError for a capacity below 1.
+    hit. `evictions` counts the features dropped for want of room. A loop over B episodes with F frames per decision
+    needs room for B * F frames to find the earlier ones again. Raises InputError for a capacity below 1.
     """
 
     def __init__(self, capacity: int):

@@ -65,6 +65,11 @@ class Atari:
         frame, reward, terminated, truncated, _ = self._env.step(action)
         return frame, float(reward), terminated or truncated
 
+    @property
+    def lives(self) -> int:
+        """Lives left; always 0 in games that do not count any, as Pong."""
+        return self._env.unwrapped.ale.lives()
+
     def describe(self) -> dict[str, Any]:
         """What decides how the game runs, as it is in effect: for the environment record."""
         settings = self._env.spec.kwargs
