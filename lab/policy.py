@@ -89,9 +89,9 @@ def play(
 
     `choose`: `greedy` takes the most probable option, `sampled` draws from the probabilities. With `auto_fire` the button
     FIRE, where there is one, is pressed after a reset and after a lost life (where the environment counts `lives`), which
-    is no decision. The frames before the
-    current one are copies of it at the start and after an auto-fire. With `gate`, an action is repeated where P(act) is
-    below 0.5 and the episode has an earlier one. These rules, and the cap of 4500 decisions, are the published ones.
+    is no decision. The frames before the current one are copies of it at the start and after an auto-fire. With `gate`,
+    an action is repeated where P(act) is below 0.5 and the episode has an earlier one. These rules, and the cap of 4500
+    decisions, are the published ones.
     `record` keeps the frames: 100 kB per frame of Atari, 230 kB of Doom.
 
     Where the batch shrinks, the step is told to forget (`reset`) the rows which another episode moves into. Raises
