@@ -20,6 +20,9 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure from the command line, no Jupyter needed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+Preset = Annotated[str | None, typer.Option(help="smolvlm-256m (the default) or tiny.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda.")]
+Dtype = Annotated[str | None, typer.Option(help="Only this dtype: fp32 or bf16.")]
 Out = Annotated[Path | None, typer.Option(help="Keep the raw rows in this JSON-lines file.")]
 Weights = Annotated[str, typer.Option(help="default, or random where the offline weights are not installed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; its document is the last line.")]
@@ -113,7 +116,7 @@ def latency(
     model: Annotated[str, typer.Option(help="A preset (smolvlm-256m, tiny), a checkpoint folder or a hub name.")] = (
         "smolvlm-256m"
     ),
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="The backbone's: fp32 or bf16.")] = "fp32",
     workload: Annotated[str, typer.Option(help="A workload's name.")] = "pong",
     hz: Annotated[float | None, typer.Option(help="Count missed deadlines at this many decisions a second.")] = None,
@@ -133,9 +136,9 @@ def latency(
 
 @bench.command()
 def graphs(
-    preset: Annotated[str | None, typer.Option(help="smolvlm-256m (the default) or tiny.")] = None,
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str | None, typer.Option(help="Only this dtype: fp32 or bf16.")] = None,
+    preset: Preset = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
     as_json: Json = False,
     out: Out = None,
     weights: Weights = "default",
@@ -143,6 +146,23 @@ def graphs(
     """Time eager, static, captured and compiled decisions beside each other, and say whether the answers are the same."""
     with _quiet(as_json):
         from lab.experiments.graphs import bench as measure
+
+        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
+    _print_result(result, as_json)
+
+
+@bench.command("question-first")
+def question_first(
+    preset: Preset = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+    out: Out = None,
+    weights: Weights = "default",
+) -> None:
+    """Time the whole sequence, split, question first and the published simulation of it; say what the cache saves."""
+    with _quiet(as_json):
+        from lab.experiments.question_first import bench as measure
 
         result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
     _print_result(result, as_json)

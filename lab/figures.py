@@ -111,7 +111,9 @@ class View:
 
 # ---------------------------------------------------------------------------------------------------- token layout
 
-SEGMENT_COLOURS = {"prefix": GREY, "image": ORANGE, "state": PURPLE, "question": BLUE, "options": GREEN}
+SEGMENT_COLOURS = {
+    "prefix": GREY, "image": ORANGE, "state": PURPLE, "question": BLUE, "options": GREEN, "cue": SKY, "readouts": VERMILION,
+}  # fmt: skip
 SEGMENTS = ("prefix", "image", "question", "options")
 
 
@@ -257,6 +259,36 @@ def arm_bars(speed: pd.DataFrame) -> Figure:
         axes.set_title(f"{preset}: {workload}, {frames} frame(s), batch {batch}, {dtype}", fontsize=9, color=GREY)
         axes.tick_params(axis="y", length=0)
     axes.set_xlabel("time of one decision (ms, median, 95 % interval); beside it the paired ratio to eager")
+    return figure
+
+
+def saving_bars(saved: pd.DataFrame) -> Figure:
+    """Each arm's paired ratio to the whole sequence of its mode, with interval; the band is the A/A arm's, 1 the whole.
+
+    `saved` is what `lab.experiments.question_first.savings` returns. Filled points: a difference is shown.
+    """
+    groups = list(saved[saved["ratio"].notna()].groupby(["workload", "batch", "dtype"], sort=False))
+    lines = sum(len(part) for _, part in groups)
+    heights = [len(part) for _, part in groups]
+    figure, grid = new_figure(
+        7.5, 0.6 * len(groups) + 0.32 * lines, nrows=len(groups), sharex=True, squeeze=False, height_ratios=heights
+    )
+    for axes, ((workload, batch, dtype), part) in zip(grid[:, 0], groups, strict=True):
+        places = range(len(part))
+        axes.axvspan(part["again_low"].iloc[0], part["again_high"].iloc[0], color=FAINT, linewidth=0)
+        axes.axvline(1, color=GREY, linewidth=1)
+        for place, line in zip(places, part.itertuples(), strict=True):
+            error = np.nan_to_num([[line.ratio - line.ratio_low], [line.ratio_high - line.ratio]])
+            fill = BLUE if line.shown else "none"
+            axes.errorbar(line.ratio, place, xerr=error, fmt="o", color=BLUE, mfc=fill, capsize=3)
+            axes.annotate(
+                f"{line.ratio:.3f}, {_short(line.ms)} ms", (1, place), (4, 0), xycoords=("axes fraction", "data"),
+                textcoords="offset points", va="center", fontsize=8, color=GREY, annotation_clip=False,
+            )  # fmt: skip
+        axes.set_yticks(places, part["arm"], fontsize=8)
+        axes.set_ylim(len(part) - 0.4, -0.6)
+        axes.set_title(f"{workload}, batch {batch}, {dtype}", fontsize=9, color=GREY)
+    axes.set_xlabel("time of a decision over the whole sequence's (paired, 95 % interval; band: A/A; filled: shown)")
     return figure
 
 

@@ -46,7 +46,7 @@ def run(out: Path | None = None, seed: int = 0) -> int:
 
 
 def _benches(folder: Path, seed: int) -> dict:
-    from lab.experiments import graphs, latency
+    from lab.experiments import graphs, latency, question_first
 
     # Random weights: the offline package is not there, and time does not depend on them.
     common = {"device": "cuda", "seed": seed, "weights": "random"}
@@ -55,4 +55,6 @@ def _benches(folder: Path, seed: int) -> dict:
         path = folder / f"latency.{dtype}.rows.jsonl"
         found[f"latency, {dtype}"] = lambda dtype=dtype, path=path: latency.bench(dtype=dtype, out=path, **common)
     found["graphs"] = lambda: graphs.bench(out=folder / "graphs.rows.jsonl", **common)
+    path = folder / "question-first.rows.jsonl"
+    found["question-first"] = lambda: question_first.bench(out=path, **common)
     return found

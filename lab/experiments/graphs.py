@@ -35,7 +35,7 @@ PROFILES = {
         "dtypes": ["fp32"],
         "compiled": {"preset": "tiny", "dtype": "fp32", "modes": ["default"]},
         "blocks": 8,
-        "budget_s": 55,
+        "budget_s": 45,
         "parity": 2,
         "repeats": 2,
     },

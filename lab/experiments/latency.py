@@ -19,8 +19,8 @@ PROFILES = {
     "standard": {
         "preset": "smolvlm-256m",
         "workloads": ["pong", "doom_basic", "pong_two_frames"],
-        "blocks": 10,
-        "budget_s": 160,
+        "blocks": 8,
+        "budget_s": 125,
     },
     "full": {
         "preset": "smolvlm-256m",

@@ -9,10 +9,10 @@ from lab.tokens import Row, build_row, image_tokens, load_tokenizer
 from lab.workloads import Workload, load_workloads
 
 
-def rows_of(workloads: Iterable[Workload], image_size: int = 512) -> dict[str, Row]:
-    """Each workload's token row by its name, in the `terminator` layout at `image_size` pixels."""
-    tokenizer = load_tokenizer()
-    return {w.name: build_row(tokenizer, w.question, w.frames, image_tokens(image_size)) for w in workloads}
+def rows_of(workloads: Iterable[Workload], image_size: int = 512, layout: str = "terminator") -> dict[str, Row]:
+    """Each workload's token row by its name, in one of `lab.tokens`' layouts at `image_size` pixels."""
+    tokenizer, count = load_tokenizer(), image_tokens(image_size)
+    return {w.name: build_row(tokenizer, w.question, w.frames, count, layout=layout) for w in workloads}
 
 
 def table(workloads: str | Path | None = None, image_size: int = 512) -> list[dict]:

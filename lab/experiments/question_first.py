@@ -1,0 +1,315 @@
+"""Notebook 03: if the question came first and were cached, what would a frame cost?"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from lab import stats
+from lab.envs import frames_for
+from lab.errors import InputError
+from lab.measure import Arm, compare
+from lab.records import RowWriter, as_frame, clean, join_rows, read_rows
+from lab.workloads import DATA, Workload, get_workload
+
+PROFILES = {
+    "smoke": {
+        "preset": "tiny",
+        "workloads": ["pong", "pong_two_frames"],
+        "batches": [1],
+        "dtypes": ["fp32"],
+        "compiled": None,
+        "blocks": 6,
+        "budget_s": 20,
+        "parity": 8,
+    },
+    "standard": {
+        "preset": "smolvlm-256m",
+        "workloads": ["pong", "doom_basic", "pong_two_frames"],
+        "batches": [1],
+        "dtypes": ["fp32"],
+        "compiled": None,
+        "blocks": 6,
+        "budget_s": 150,
+        "parity": 2,
+    },
+    "full": {
+        "preset": "smolvlm-256m",
+        "workloads": ["pong", "doom_basic", "pong_two_frames"],
+        "batches": [1, 16],
+        "dtypes": ["bf16", "fp32"],
+        "compiled": "default",
+        "blocks": 30,
+        "budget_s": 10,
+        "parity": 8,
+    },
+}
+LAYOUTS = ("whole", "split", "question first", "published simulation")
+BASE = "whole"
+
+
+def run(
+    profile: str = "standard",
+    *,
+    out: Path | str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str | None = None,
+    preset: str | None = None,
+    weights: str = "default",
+) -> pd.DataFrame:
+    """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
+
+    Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the published
+    simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is compared with
+    like; on CUDA each also captured, and where the profile says so compiled. With two frames whole and question first
+    also run with the earlier frame's image rows kept. Beside the rows stand, as lines about them, the largest difference
+    of logits from the twin without a cache. Raises InputError for an unknown profile, device or preset.
+    """
+    from lab.models import load_model
+
+    if profile not in PROFILES:
+        raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
+    settings = PROFILES[profile]
+    preset, dtypes = preset or settings["preset"], [dtype] if dtype else settings["dtypes"]
+    tables = []
+    for kind in dtypes:
+        model = load_model(preset, device, kind, seed, weights)
+        for name in settings["workloads"]:
+            for batch in settings["batches"]:
+                tables += _measure(model, get_workload(name), batch, settings, preset, seed, out)
+    return join_rows(tables)
+
+
+def _measure(model, workload: Workload, batch: int, settings: dict, preset: str, seed: int, out) -> list[pd.DataFrame]:
+    tags = {"preset": preset, "workload": workload.name, "batch": batch, "dtype": model.dtype_name}
+    title = f"{workload.name}, batch {batch}, {model.dtype_name}"
+    count = max(8, settings["parity"])
+    frames = frames_for(workload, count * batch, seed)
+    inputs = frames.reshape(batch, count, *frames.shape[1:]).swapaxes(0, 1)
+    steps = _steps(model, workload, batch, settings["compiled"] if batch == 1 and workload.name == "pong" else None)
+    for step in steps:
+        step.decide(inputs[0])  # building, capturing and compiling count as the arm's start, not against the budget
+    rows = compare(
+        [Arm.of(step) for step in steps],
+        inputs,
+        blocks=settings["blocks"],
+        budget_s=settings["budget_s"],
+        seed=seed,
+        out=out,
+        title=title,
+        tags=tags,
+    )
+    lines = [
+        clean({"about": {"kind": "parity", "title": title, **tags, **asdict(found)}})
+        for found in _parity(steps, inputs[: settings["parity"]])
+    ]
+    if out:
+        with RowWriter(out) as writer:
+            for line in lines:
+                writer.append(line)
+    return [rows, as_frame(lines)]
+
+
+def _steps(model, workload: Workload, batch: int, compiled: str | None) -> list:
+    from lab.steps import (
+        CompiledQuestionFirstStep,
+        CompiledSplitStep,
+        CompiledStep,
+        QuestionFirstStep,
+        StaticSplitStep,
+        StaticStep,
+    )
+
+    common = {"model": model, "question": workload.question, "frames": workload.frames, "batch": batch}
+    common["option_attention"] = "causal"
+    layouts = {"question first": "question_first", "published simulation": "published_simulation"}
+    steps = []
+    for capture in [False, True] if model.device.type == "cuda" else [False]:
+        for reuse in [False, True] if workload.frames > 1 else [False]:
+            end = (", captured" if capture else "") + (", reuse" if reuse else "")
+            kept = {**common, "capture": capture, "reuse": reuse}
+            steps.append(StaticStep(**kept, name=f"whole{end}"))
+            if not reuse:
+                steps.append(StaticSplitStep(**kept, name=f"split{end}"))
+            for name, layout in layouts.items():
+                if not reuse or name == "question first":
+                    steps.append(QuestionFirstStep(**kept, layout=layout, name=f"{name}{end}"))
+    if compiled:
+        try:
+            steps.append(CompiledStep(**common, mode=compiled, name="whole, compiled"))
+            steps.append(CompiledSplitStep(**common, mode=compiled, name="split, compiled"))
+            steps.append(CompiledQuestionFirstStep(**common, mode=compiled, name="question first, compiled"))
+        except InputError as missing:
+            print(f"not run: compiled: {missing}", flush=True)
+    return steps
+
+
+def _parity(steps: list, inputs) -> list:
+    """Each arm's logits against its layout's twin without a cache."""
+    from lab.parity import compare_answers
+    from lab.steps import QuestionFirstStep
+
+    whole, found = steps[0], []
+    for step in steps[1:]:
+        twin = whole
+        if isinstance(step, QuestionFirstStep):
+            twin = QuestionFirstStep(
+                step.model, step.question, step.frames, step.batch, step.layout, cache=None, capture=False,
+                option_attention="causal", name=f"{step.layout}, uncached",
+            )  # fmt: skip
+        found.append(compare_answers(twin, step, inputs))
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ rows -> results
+
+
+def savings(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per workload, batch, dtype and arm: median ms with interval, the ratio to the whole sequence of the same
+    mode with interval, the A/A ratio's interval, and `shown` by the one rule."""
+    lines = []
+    for _, part in rows.groupby("title", sort=False):
+        tags = part[["preset", "workload", "batch", "dtype"]].iloc[0].to_dict()
+        again = stats.paired_ratio(part, BASE + stats.AGAIN, BASE)
+        timed = part[(part["phase"] == "timed") & (part["stage"] == "total")]
+        for arm in [arm for arm in dict.fromkeys(part["arm"]) if not arm.endswith(stats.AGAIN)]:
+            time = stats.median_interval(timed.loc[timed["arm"] == arm, "ms"])
+            layout, *mode = arm.split(", ")
+            base = ", ".join([BASE, *mode])
+            ratio = stats.paired_ratio(part, arm, base) if layout != BASE else None
+            line = {**tags, "arm": arm, "ms": time.value, "low": time.low, "high": time.high}
+            if ratio:
+                line |= {"ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high}
+                line |= {"again_low": again.low, "again_high": again.high}
+                line |= {"shown": stats.difference_shown(ratio, again)}
+            lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def stages(rows: pd.DataFrame) -> pd.DataFrame:
+    """Median ms of every stage, one line per workload and arm: what the question costs where it is read every time."""
+    timed = rows[(rows["phase"] == "timed") & ~rows["again"].astype(bool)]
+    table = timed.pivot_table(index=["title", "arm"], columns="stage", values="ms", aggfunc="median", sort=False)
+    return table[[name for name in table.columns if name != "total"] + ["total"]].reset_index()
+
+
+def parity(rows: pd.DataFrame) -> pd.DataFrame:
+    """One line per arm: the largest difference of logits from its twin without a cache, and flips."""
+    return pd.DataFrame(
+        {key: line[key] for key in ("title", "second", "first", "n", "max_logit", "max_probability")}
+        | {"flips": line["flips"]["value"]}
+        for line in rows.attrs["about"]
+        if line["kind"] == "parity"
+    ).rename(columns={"second": "arm", "first": "against"})
+
+
+def beside_published(saved: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """The change that question first brings here (per cent of the whole decision, interval) beside the published
+    simulation's on the same kind of device (`published("stages")`, sums of stages timed apart)."""
+    lines = []
+    for _, line in saved[
+        saved["arm"].isin(["question first", "question first, captured", "published simulation"])
+    ].iterrows():
+        for _, said in published[published["workload"] == line["workload"]].iterrows():
+            change = 100 * (said["question_first_sum"] / said["sum_of_parts"] - 1)
+            lines.append(
+                {
+                    "workload": line["workload"],
+                    "arm": line["arm"],
+                    "batch": line["batch"],
+                    "dtype": line["dtype"],
+                    "here (%)": 100 * (line["ratio"] - 1),
+                    "low": 100 * (line["ratio_low"] - 1),
+                    "high": 100 * (line["ratio_high"] - 1),
+                    "published (%)": change,
+                    "published on": f"{said['hardware']}, {said['dtype']}, {said['option_attention']}",
+                }
+            )
+    return pd.DataFrame(lines)
+
+
+def bounds(rows: pd.DataFrame, flop_shares: dict[str, float]) -> pd.DataFrame:
+    """What a free question could save at most, by regime: measured (the split's question stage over the whole decision,
+    per block) at each batch, beside the share of operations that it tends to where the device is full."""
+    lines = []
+    for _, part in rows.groupby("title", sort=False):
+        tags = part[["workload", "batch", "dtype"]].iloc[0].to_dict()
+        timed = part[part["phase"] == "timed"]
+        block = timed.pivot_table(index=["run", "block"], columns=["arm", "stage"], values="ms")
+        saved = block[BASE, "language"] - block["split", "language_prefix"]
+        share = stats.median_interval(100 * saved / block[BASE, "total"])
+        lines.append(
+            {**tags, "bound (%)": share.value, "low": share.low, "high": share.high}
+            | {"share of operations (%)": flop_shares.get(tags["workload"])}
+        )
+    return pd.DataFrame(lines)
+
+
+def answer(saved: pd.DataFrame, same: pd.DataFrame) -> str:
+    """The verdict, computed from intervals: what question first saves, and whether it is worth building."""
+    said, worth = [], []
+    first = saved[saved["arm"].str.startswith("question first")]
+    for _, line in first.iterrows():
+        where = f"{line['workload']}, batch {line['batch']}, {line['dtype']}, {line['arm']}"
+        ratio = f"{line['ratio']:.3f} [{line['ratio_low']:.3f}, {line['ratio_high']:.3f}]"
+        if not line["shown"]:
+            said.append(f"{where}: no difference shown ({ratio} times the whole).")
+        else:
+            worth.append(1 - line["ratio_high"])
+            said.append(f"{where}: {ratio} times the time of the whole.")
+    least = max(worth, default=0.0)
+    verdict = (
+        f"Caching the question saves at least {least:.1%} in the best case measured."
+        if least > 0
+        else "That caching the question saves time is not shown in any case measured."
+    )
+    return f"{verdict} {' '.join(said)} Cached answers equal uncached ones to {same['max_logit'].max():.1e} on logits."
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What `lab bench question-first` found."""
+
+    rows: pd.DataFrame
+
+    def table(self) -> str:
+        return f"{stats.Table(savings(self.rows))!r}\n\n{stats.Table(parity(self.rows))!r}"
+
+    @property
+    def verdict(self) -> str:
+        return answer(savings(self.rows), parity(self.rows))
+
+    def to_json(self) -> dict:
+        saved = savings(self.rows)
+        case = ["workload", "batch", "dtype", "arm"]
+        ratios = saved[saved["ratio"].notna()]
+        ratios = ratios.drop(columns=["low", "high"]).rename(columns={"ratio_low": "low", "ratio_high": "high"})
+        return clean(
+            {
+                "rows": saved[[*case, "ms", "low", "high"]],
+                "savings": ratios[[*case, "ratio", "low", "high", "shown"]],
+                "parity": {"max_logit": parity(self.rows)["max_logit"].max()},
+                "notes": stats.notes(self.rows),
+                "verdict": self.verdict,
+            }
+        )
+
+
+def bench(
+    preset: str | None = None,
+    device: str = "cpu",
+    dtype: str | None = None,
+    out: Path | str | None = None,
+    seed: int = 0,
+    weights: str = "default",
+) -> Bench:
+    """All cases of the profile `full` on CUDA, of `standard` elsewhere; see `run`."""
+    profile = "standard" if device == "cpu" else "full"
+    return Bench(run(profile, out=out, seed=seed, device=device, dtype=dtype, preset=preset, weights=weights))
+
+
+def measured_elsewhere() -> dict[str, pd.DataFrame]:
+    """The savings of rows kept in data/measured, by the folder's name (the GPU's)."""
+    found = sorted((DATA / "measured").glob("*/question-first.rows.jsonl"))
+    return {path.parent.name: savings(read_rows(path)) for path in found}
