@@ -1,13 +1,17 @@
-"""Same answer? Two steps over the same frames or the same games: logits, probabilities, flips, first diverging action."""
+"""Same answer? Two steps over the same frames or the same games: logits, probabilities, flips, first diverging action,
+and what the order of the options changes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 
+from lab.errors import InputError
 from lab.stats import Estimate, share_interval
 from lab.steps.eager import EagerStep, Inputs
+from lab.workloads import Question
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,55 @@ def repeats(step, inputs, times: int = 10) -> bool:
     """Whether `times` decisions on the same inputs give the same logits, bit for bit."""
     answers = [step.decide(inputs).logits for _ in range(times)]
     return all(np.array_equal(answers[0], answer) for answer in answers[1:])
+
+
+@dataclass(frozen=True)
+class OptionOrders:
+    """How far the answers depend on the order of the options, over `n` decisions in other orders than the given one.
+
+    The largest and the mean absolute change of an option's probability against the given order, options matched by
+    name; `flips`, the share of those decisions that choose another option, with its exact binomial interval (which takes
+    decisions as independent; those on one frame, or in one order, are not quite).
+    """
+
+    name: str
+    orders: int
+    n: int
+    max_probability: float
+    mean_probability: float
+    flips: Estimate
+
+
+def option_orders(
+    make_step: Callable[[Question], object], question: Question, inputs, orders: int = 20, seed: int = 0
+) -> OptionOrders:
+    """Decide every one of `inputs` with the options in up to `orders` distinct random orders other than the given one.
+
+    `make_step` builds the step for a question with its options reordered; `inputs` each uint8 [batch, frames, H, W, 3].
+    Three options have five other orders, two have one: then there are fewer than asked for. Raises InputError for
+    `orders` below 1.
+    """
+    if orders < 1:
+        raise InputError(f"orders is {orders}; give 1 or more.")
+    given, count, rng = tuple(range(len(question.options))), len(question.options), np.random.default_rng(seed)
+    drawn: dict[tuple[int, ...], None] = {}
+    while len(drawn) < min(orders, math.factorial(min(count, 20)) - 1):
+        order = tuple(rng.permutation(count).tolist())
+        if order != given:
+            drawn[order] = None
+    step = make_step(question)
+    expected = np.concatenate([step.decide(one).probabilities for one in inputs])
+    changes, flips = [], 0
+    for order in drawn:
+        other = make_step(question.reordered(order))
+        shuffled = np.concatenate([other.decide(one).probabilities for one in inputs])
+        got = shuffled[:, np.argsort(order)]
+        changes.append(np.abs(got - expected))
+        flips += int((got.argmax(1) != expected.argmax(1)).sum())
+    n = len(drawn) * len(expected)
+    return OptionOrders(
+        step.name, len(drawn), n, float(np.max(changes)), float(np.mean(changes)), share_interval(flips, n)
+    )
 
 
 @dataclass(frozen=True)

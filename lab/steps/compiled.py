@@ -27,6 +27,8 @@ class Compiled:
             raise InputError(f"mode is {mode!r}; choose one of {', '.join(MODES)}.")
         super().__init__(*args, capture=False, name=name, **kwargs)
         self.name = name or self._name(f"compiled, {mode}")
+        if getattr(self, "cache_kind", None) == "dynamic":
+            raise InputError("A dynamic cache grows by new tensors at every decision; compile over cache='static'.")
         if self.device.type == "cpu" and not compiler():
             raise InputError("Compiling for the CPU needs a C++ compiler (g++ or clang++), and there is none here.")
         self.mode, self.compile_s, self.counts = mode, 0.0, {"graphs": 0, "graph_breaks": 0, "recompiles": 0}
@@ -66,7 +68,10 @@ class CompiledStep(Compiled, StaticStep):
 
 
 class CompiledSplitStep(Compiled, StaticSplitStep):
-    """StaticSplitStep with its device work compiled, its key/value cache included; `mode` as for CompiledStep."""
+    """StaticSplitStep with its device work compiled, its key/value cache included; `mode` as for CompiledStep.
+
+    Raises InputError for cache="dynamic", whose tensors are new ones at every decision.
+    """
 
 
 class CompiledQuestionFirstStep(Compiled, QuestionFirstStep):

@@ -7,7 +7,7 @@ launches, and attention sees only what is filled. `dynamic` is DynamicCache, whi
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, LlamaConfig, StaticCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from lab.errors import InputError
@@ -35,21 +35,30 @@ class Slots(StaticLayer):
         return self.filled
 
 
-def make_cache(kind: str, config: LlamaConfig, length: int) -> Cache:
-    """An empty cache of one of `CACHES` for `length` tokens of a text model; raises InputError for another kind."""
-    if kind == "static":
-        return StaticCache(config=config, max_cache_len=length)
-    if kind == "slots":
-        return Cache(layers=[Slots(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+def make_cache(kind: str, model: DecisionModel, batch: int, length: int) -> Cache:
+    """An empty cache of one of `CACHES` for `batch` rows of `length` tokens; raises InputError for another kind.
+
+    What is preallocated is so at once: neither a graph nor a compiler may meet the making of its tensors.
+    """
+    config = model.encoder.text_model.config
     if kind == "dynamic":
         return DynamicCache(config=config)
-    raise InputError(f"cache is {kind!r}; choose one of {', '.join(CACHES)}.")
+    if kind == "static":
+        cache = StaticCache(config=config, max_cache_len=length)
+    elif kind == "slots":
+        cache = Cache(layers=[Slots(max_cache_len=length) for _ in range(config.num_hidden_layers)])
+    else:
+        raise InputError(f"cache is {kind!r}; choose one of {', '.join(CACHES)}.")
+    cache.early_initialization(batch, config.num_key_value_heads, config.head_dim, model.dtype, model.device)
+    return cache
 
 
 def check_capturable(kind: str | None, capture: bool) -> None:
     """Raise InputError where a graph is asked for over a cache whose tensors are new ones at every decision."""
     if kind == "dynamic" and capture:
-        raise InputError("A dynamic cache grows by new tensors, which a graph cannot hold; use cache='static'.")
+        raise InputError(
+            "A dynamic cache grows by new tensors, which a graph cannot hold; use cache='static' or capture=False."
+        )
 
 
 def restore(cache: Cache, kept: int) -> None:

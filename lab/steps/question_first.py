@@ -58,7 +58,7 @@ class QuestionFirstStep(StaticStep):
         self.readouts, self.pooled, self.present = self.readouts - kept, self.pooled - kept, self.present[:, kept:]
         self.cache = None
         if self.cache_kind:
-            self.cache = make_cache(self.cache_kind, self.model.encoder.text_model.config, len(self.row))
+            self.cache = make_cache(self.cache_kind, self.model, self.batch, len(self.row))
             continue_text(self.model, self.embeds[:, :kept], self.mask, self.rotary, self.cache, 0)
             self.embeds, self.positions = self.embeds[:, kept:].contiguous(), self.positions - kept
         self._cache_seconds = time.perf_counter() - start

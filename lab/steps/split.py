@@ -59,13 +59,13 @@ class StaticSplitStep(StaticStep):
         self.cache_kind = cache
         self.title = "split" + ("" if cache == "static" else f", {cache} cache")
         super().__init__(*args, name=name, **kwargs)
-        check_capturable(cache, self.capture)
 
     def _fix_text(self) -> None:
+        check_capturable(self.cache_kind, self.capture)
         super()._fix_text()
         self.cut = self.row.segment("question").start
         self.mask = whole_mask(self.row, self.option_attention, self.model.dtype, self.device)
-        self.cache = make_cache(self.cache_kind, self.model.encoder.text_model.config, len(self.row))
+        self.cache = make_cache(self.cache_kind, self.model, self.batch, len(self.row))
 
     def _language(self) -> Tensor:
         with stage("restore"):
