@@ -1,8 +1,12 @@
+import os
 from pathlib import Path
 
 import nbformat
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
+
+# Tiny models gain nothing from a second thread, and on a busy machine its spinning costs a hundredfold.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 PARAMETERS = 'profile = "standard"\nseed = 0\nrows = ""\nsteps = 3\nrate = 0.5\nfast = False\nsizes = [1, 2]'
 SAVE = """

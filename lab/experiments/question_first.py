@@ -204,6 +204,33 @@ def parity(rows: pd.DataFrame) -> pd.DataFrame:
     ).rename(columns={"second": "arm", "first": "against"})
 
 
+def order_sensitivity(orders: int = 20, seed: int = 0) -> pd.DataFrame:
+    """How the order of the options changes answers, for causal, block and question first: one line each, as
+    `lab.parity.option_orders` counts them, on the checkpoint with peaked answers in tests/golden and eight Pong frames.
+
+    That checkpoint was fitted to the published layout, so question first is out of its training here.
+    """
+    from lab.models import load_model
+    from lab.parity import option_orders
+    from lab.steps import EagerStep, QuestionFirstStep
+
+    folder = DATA.parent / "tests" / "golden"
+    if not folder.is_dir():
+        raise InputError(f"The checkpoint {folder} is not there; run in a checkout of the repository.")
+    model, workload = load_model(str(folder)), get_workload("pong")
+    inputs = frames_for(workload, 8, seed)[:, None]
+    makers = {
+        "causal": lambda question: EagerStep(model, question, option_attention="causal", name="causal"),
+        "block": lambda question: EagerStep(model, question, option_attention="block", name="block"),
+        "question first": lambda question: QuestionFirstStep(model, question, name="question first"),
+    }
+    found = [option_orders(make, workload.question, inputs, orders, seed) for make in makers.values()]
+    return pd.DataFrame(
+        {**asdict(one), "flips": one.flips.value, "flips_low": one.flips.low, "flips_high": one.flips.high}
+        for one in found
+    )
+
+
 def beside_published(saved: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
     """The change that question first brings here (per cent of the whole decision, interval) beside the published
     simulation's on the same kind of device (`published("stages")`, sums of stages timed apart)."""
