@@ -13,6 +13,8 @@ _LAZY = {
     "EagerStep": "lab.steps",
     "SplitStep": "lab.steps",
     "StaticStep": "lab.steps",
+    "StaticSplitStep": "lab.steps",
+    "QuestionFirstStep": "lab.steps",
     "CompiledStep": "lab.steps",
     "PaddedStep": "lab.steps",
     "FrameFeatures": "lab.caches",
