@@ -273,7 +273,7 @@ def build_row(
         "options": [token for option in options for token in option] + sep * masked,
         "cue": encode(tokenizer, f"{END}\nAssistant:"),
         "readouts": labels or newline * count,
-        "state": [],
+        "state": sep * masked,
     }
     room = max_len - sum(len(parts[name]) for name in LAYOUTS[layout])
     if room < 0:
@@ -281,8 +281,7 @@ def build_row(
             f"The row needs {max_len - room} tokens but the model reads {max_len}: use fewer frames ({frames} now), "
             "fewer or shorter options, or a shorter question."
         )
-    given = encode(tokenizer, state_text(state))[: max(room - masked, 0)]
-    parts["state"] = given + sep * masked if given else []
+    parts["state"] = encode(tokenizer, state_text(state))[:room] + parts["state"]
 
     ids: list[int] = []
     segments: list[Segment] = []
