@@ -10,6 +10,7 @@ from lab.steps.padded import PaddedStep
 from lab.steps.question_first import QuestionFirstStep
 from lab.steps.split import SplitStep, StaticSplitStep
 from lab.steps.static import StaticStep
+from lab.steps.stock import StockStep
 
 __all__ = [
     "CompiledQuestionFirstStep",
@@ -23,6 +24,7 @@ __all__ = [
     "StaticSplitStep",
     "StaticStep",
     "Step",
+    "StockStep",
 ]
 
 
