@@ -24,7 +24,7 @@ _LAZY = {
     "Run": "lab.records",
 }
 
-_MODULES = {"audit", "figures", "measure", "models", "parity", "records", "roofline", "stats", "steps"}
+_MODULES = {"audit", "figures", "views", "measure", "models", "parity", "records", "roofline", "stats", "steps"}
 
 __all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from lab import report, runner
 from lab.errors import InputError
-from lab.figures import View
+from lab.views import View
 
 ADDRESSES = ("src", "href", "srcset", "data", "poster", "action", "formaction", "background", "srcdoc", "xlink:href")
 FETCHED = re.compile(
