@@ -5,7 +5,7 @@ import pytest
 
 from lab import stats
 from lab.errors import InputError
-from lab.experiments import graphs, latency, question_first, token_layout
+from lab.experiments import capture, graphs, latency, question_first, token_layout
 from lab.published import published
 from lab.records import read_rows
 
@@ -84,7 +84,7 @@ def test_flop_shares_are_the_published_ones():
 
 @pytest.fixture(scope="module")
 def graph_bench():
-    return graphs.Bench(graphs.run("smoke"), graphs.audits())
+    return graphs.Bench(graphs.run("smoke"), capture.audits())
 
 
 def test_the_graphs_document_has_rows_parity_and_what_could_be_captured(graph_bench):
@@ -102,6 +102,17 @@ def test_the_graphs_tables_set_the_published_factor_beside_measured(graph_bench)
     assert (one["published captured, from"], one["to"]) == (3.51, 4.98)
     assert "times the time of eager" in graphs.speed_sentence(speed.assign(shown=True))
     assert "no difference shown" in graphs.speed_sentence(speed.assign(shown=False))
+    assert "graph not used" in graphs.speed_sentence(speed.assign(shown=True, graph="not used"))
+    assert 0 < float(graphs.check_sentence(graph_bench.rows).split(" costs ")[1].split()[0]) < 5
+
+
+def test_parity_on_peaked_answers():
+    found = capture.peaked_parity(frames=16, decisions=8).set_index(["dtype", "arm"])
+    for dtype in ("fp32", "bf16"):
+        static = found.loc[(dtype, "static")]
+        assert static["max_logit"] <= 2e-5 and static["flips"] == 0 and static["first_other_action"] == "[None, None]"
+    assert found.loc[("bf16 against fp32", "eager, bf16"), "max_logit"] > 1e-3
+    assert (found["smallest_margin"] > 1e-3).all()
 
 
 @pytest.fixture(scope="module")

@@ -44,8 +44,14 @@ class Replay:
                 self.work()
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), stream=side):
-            self.output = self.work()
+        try:
+            with torch.cuda.graph(graph, pool=torch.cuda.graph_pool_handle(), stream=side):
+                self.output = self.work()
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise InputError(
+                f"This step cannot be captured: {reason}; build it with capture=False, or let lab.audit name what breaks."
+            ) from error
         torch.cuda.synchronize(self.device)
         self.graph = graph
         self.seconds = time.perf_counter() - start
@@ -57,6 +63,7 @@ class Watch:
 
     `check` compares identity, storage and version of each; a write through `.data` leaves all three alone and is not
     seen. A graph would go on reading the old storage, and what a step computed at construction would be out of date.
+    `seconds` is what one check costs.
     """
 
     def __init__(self, module: nn.Module):
@@ -67,6 +74,9 @@ class Watch:
             for key, tensor in holder.items()
             if tensor is not None
         ]
+        start = time.perf_counter()
+        self.check()
+        self.seconds = time.perf_counter() - start
 
     def check(self) -> None:
         """Raise InputError that names the first tensor which changed."""

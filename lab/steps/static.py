@@ -213,6 +213,7 @@ class StaticStep:
             "build_s": self._build_seconds,
             "capture_s": sum(replay.seconds for replay in replays),
             "graph_bytes": sum(replay.bytes for replay in replays),
+            "check_s": self.watch.seconds,  # spent again in every decision, to see that no weight changed
         }
 
 

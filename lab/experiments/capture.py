@@ -1,0 +1,89 @@
+"""Notebook 04, what needs no timing: what could be captured, what a decision does in order, parity on peaked answers."""
+
+from dataclasses import replace
+
+import pandas as pd
+
+from lab.envs import frames_for
+from lab.errors import InputError
+from lab.workloads import DATA, get_workload
+
+
+def audits(preset: str = "tiny", workload: str = "pong", frames: int = 1, seed: int = 0) -> dict:
+    """What could be captured, by step name (see `lab.audit`): the plain forward of transformers, the eager step, and the
+    static one. Audited at a small size: operations do not depend on it."""
+    from lab.audit import audit
+    from lab.models import load_model
+    from lab.steps import EagerStep, StaticStep, StockStep
+
+    asked = replace(get_workload(workload), frames=frames)
+    model = load_model(preset, seed=seed)
+    inputs = frames_for(asked, 1, seed)
+    steps = [kind(model, asked.question, frames) for kind in (StockStep, EagerStep, StaticStep)]
+    return {step.name: audit(step, inputs) for step in steps}
+
+
+def audit_table(audited: dict) -> pd.DataFrame:
+    """The audits' findings, one line each: step, stage, operation, finding."""
+    tables = [found.table().assign(step=name) for name, found in audited.items()]
+    return pd.concat(tables, ignore_index=True)[["step", "stage", "operation", "finding"]].drop_duplicates()
+
+
+def timelines(preset: str = "tiny", seed: int = 0, device: str = "cpu") -> pd.DataFrame:
+    """One eager and one static decision as `lab.activity.timeline` sees them, with a column `arm`."""
+    from lab.activity import timeline
+    from lab.models import load_model
+    from lab.steps import EagerStep, StaticStep
+
+    workload = get_workload("pong")
+    model, inputs = load_model(preset, device, seed=seed), frames_for(workload, 1, seed)
+    steps = [EagerStep(model, workload.question), StaticStep(model, workload.question)]
+    return pd.concat([timeline(step, inputs).assign(arm=step.name) for step in steps], ignore_index=True)
+
+
+def peaked_parity(frames: int = 64, decisions: int = 60, seed: int = 0) -> pd.DataFrame:
+    """Parity where it proves something: on the checkpoint with peaked answers in tests/golden, per dtype.
+
+    Pairs: static against eager in fp32 and in bf16, causal eager with its mask written out against without, and bf16
+    against fp32. Over `frames` Pong frames: largest differences, flips with interval, smallest margin; and over two
+    sampled episodes of at most `decisions` each: the first decision at which the actions differ, and the scores.
+    """
+    from lab.models import load_model
+    from lab.parity import MaskedEagerStep, compare_answers, compare_games
+    from lab.steps import EagerStep, StaticStep
+
+    folder = DATA.parent / "tests" / "golden"
+    if not folder.is_dir():
+        raise InputError(f"The checkpoint {folder} is not there; run in a checkout of the repository.")
+    workload = get_workload("pong")
+    inputs = frames_for(workload, frames, seed)[:, None]
+    fp32, bf16 = (load_model(str(folder), dtype=dtype) for dtype in ("fp32", "bf16"))
+    question, causal = workload.question, {"option_attention": "causal"}
+    eager = {model.dtype_name: EagerStep(model, question, **causal, name="eager") for model in (fp32, bf16)}
+    pairs = [
+        ("fp32", eager["fp32"], StaticStep(fp32, question, **causal)),
+        ("fp32", eager["fp32"], MaskedEagerStep(fp32, question, **causal)),
+        ("bf16", eager["bf16"], StaticStep(bf16, question, **causal)),
+        ("bf16 against fp32", eager["fp32"], EagerStep(bf16, question, **causal, name="eager, bf16")),
+    ]
+    lines = []
+    for dtype, one, other in pairs:
+        same = compare_answers(one, other, inputs)
+        makers = [step if not hasattr(step, "batch") else (lambda n, s=step: _rebatched(s, n)) for step in (one, other)]
+        games = compare_games(
+            *makers, workload.source, episodes=2, max_decisions=decisions, seed=seed, choose="sampled"
+        )
+        lines.append(
+            {"dtype": dtype, "arm": other.name, "against": one.name, "n": same.n, "max_logit": same.max_logit}
+            | {"max_probability": same.max_probability, "smallest_margin": same.smallest_margin}
+            | {"flips": same.flips.value, "flips_low": same.flips.low, "flips_high": same.flips.high}
+            | {"first_other_action": str(games.diverged), "scores": str(games.scores)}
+        )
+    return pd.DataFrame(lines)
+
+
+def _rebatched(step, batch: int):
+    """The same static step for another batch."""
+    from lab.steps import StaticStep
+
+    return StaticStep(step.model, step.question, step.frames, batch, step.option_attention)
