@@ -48,6 +48,11 @@ class Question:
             raise InputError("A question needs instructions: a text that is not empty.")
         if isinstance(options, str):
             raise InputError(f"Options are a list or a table of names, not the single text {options!r}.")
+        if not isinstance(options, Mapping | Sequence):
+            raise InputError(f"Options are a list or a table of names, not {options!r}.")
+        texts = list(options) + [text for text in getattr(options, "values", list)() if text is not None]
+        if odd := [text for text in texts if not isinstance(text, str | int)]:
+            raise InputError(f"An option's name and its description are texts, not {odd[0]!r}.")
         pairs = options.items() if isinstance(options, Mapping) else ((name, "") for name in options)
         pairs = tuple((str(name), "" if text is None else str(text)) for name, text in pairs)
         if type == "noul":
@@ -60,6 +65,8 @@ class Question:
         if len(pairs) > MAX_OPTIONS:
             raise InputError(f"{len(pairs)} options are more than the {MAX_OPTIONS} the decision heads count to.")
         names = [name for name, _ in pairs]
+        if not all(name.strip() for name in names):
+            raise InputError("An option has an empty name; give every option its own name.")
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise InputError(f"The option {twice!r} appears twice; give every option its own name.")
@@ -93,7 +100,9 @@ class Workload:
     frames: int = 1
 
     def __post_init__(self):
-        if not isinstance(self.frames, int) or not 1 <= self.frames <= MAX_FRAMES:
+        if not isinstance(self.source, str):
+            raise InputError(f"Workload {self.name!r}: source is {self.source!r}; give a text such as 'atari:Pong'.")
+        if type(self.frames) is not int or not 1 <= self.frames <= MAX_FRAMES:
             raise InputError(
                 f"Workload {self.name!r}: frames is {self.frames!r}; give a number from 1 to {MAX_FRAMES}."
             )
@@ -107,7 +116,7 @@ def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:
     path = Path(path or DATA / "workloads.toml")
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"The workload file {path} cannot be read: {error}.") from None
     return {name: _workload(name, table, tables, path) for name, table in tables.items()}
 
@@ -116,7 +125,7 @@ def get_workload(name: str, path: str | Path | None = None) -> Workload:
     """One workload by name; an unknown name raises InputError that lists the known ones."""
     known = load_workloads(path)
     if name not in known:
-        near = get_close_matches(name, known, n=1)
+        near = get_close_matches(str(name), known, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise InputError(f"Unknown workload {name!r}; known are {', '.join(known)}.{hint}")
     return known[name]
@@ -129,7 +138,7 @@ def _workload(name: str, table: dict, tables: dict, path: Path) -> Workload:
     if unknown := set(table) - known:
         raise InputError(f"{path}: workload {name!r} has the unknown key {min(unknown)!r}; known are {sorted(known)}.")
     if "like" in table:
-        if table["like"] not in tables:
+        if table["like"] not in list(tables):
             raise InputError(f"{path}: workload {name!r} is like {table['like']!r}, which the file does not hold.")
         table = tables[table["like"]] | table
     for key in ("source", "instructions"):

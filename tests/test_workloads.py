@@ -33,6 +33,10 @@ def test_options_render_as_name_and_description():
         (("choice", "Which?", ["a", "b", "a"]), "'a' appears twice"),
         (("choice", "Which?", [str(i) for i in range(256)]), "256 options are more than the 255"),
         (("choice", "Which?", "abc"), "not the single text 'abc'"),
+        (("choice", "Which?", None), "a list or a table of names, not None"),
+        (("choice", "Which?", [("a", "b"), ("c", "d")]), "are texts, not"),
+        (("choice", "Which?", {"a": {"b": 1}, "c": None}), "are texts, not"),
+        (("choice", "Which?", ["a", " "]), "an empty name"),
         (("noul", "Is it?", ["yes", "no"]), "the options false and true, not yes, no"),
     ],
 )
@@ -54,6 +58,9 @@ def test_unknown_workload_names_the_nearest():
         ("a = 1\n", "outside a table"),
         ("[a\n", "cannot be read"),
         ("[a]\nlike = 'b'\n", "is like 'b'"),
+        ("[a]\nlike = ['a']\n", "is like"),
+        ("[a]\nsource = 1\ninstructions = 'W?'\noptions = ['a', 'b']\n", "source is 1"),
+        ("[a]\nsource = 'atari:Pong'\ninstructions = 'W?'\noptions = 3\n", "'a': Options are a list or a table"),
         ("[a]\nsource = 'atari:Pong'\ninstructions = 'W?'\noptions = ['a']\n", "workload 'a': A question needs two"),
         ("[a]\nsource = 'atari:Pong'\ninstructions = 'W?'\noptions = ['a', 'b']\nframes = 9\n", "frames is 9"),
     ],
@@ -68,6 +75,9 @@ def test_workload_files_that_cannot_be_read_are_refused(tmp_path, text, words):
 def test_missing_workload_file_is_refused(tmp_path):
     with pytest.raises(InputError, match="cannot be read"):
         load_workloads(tmp_path / "none.toml")
+    (tmp_path / "old.toml").write_bytes("title = 'Gr\u00fcn'".encode("latin-1"))
+    with pytest.raises(InputError, match="cannot be read: 'utf-8' codec"):
+        load_workloads(tmp_path / "old.toml")
 
 
 def test_importing_lab_loads_no_torch():
