@@ -15,6 +15,8 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.ticker import PercentFormatter
 
+from lab.stats import spell
+
 ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7"
 PALETTE = (BLUE, ORANGE, GREEN, VERMILION, SKY, PURPLE)  # without black and yellow, which vanish on one ground
 GREY = "#808080"  # text and lines: contrast about 4:1 on white and 5:1 on near-black
@@ -190,9 +192,7 @@ def arm_bars(speed: pd.DataFrame) -> Figure:
         axes.barh(places, part["median"], color=colours, height=0.6)
         axes.errorbar(part["median"], places, xerr=np.nan_to_num(error), fmt="none", ecolor=GREY, capsize=3)
         for place, line in zip(places, part.itertuples(), strict=True):
-            ratio = (
-                "" if line.ratio != line.ratio else f", {line.ratio:.2f} [{line.ratio_low:.2f}, {line.ratio_high:.2f}]"
-            )
+            ratio = "" if np.isnan(line.ratio) else f", {spell(line.ratio, line.ratio_low, line.ratio_high)}"
             end = np.nanmax([line.median, line.high])
             axes.text(end, place, f"  {_short(line.median)}{ratio}", va="center", fontsize=8, color=GREY)
         axes.set_yticks(places, part["arm"], fontsize=8)

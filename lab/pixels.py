@@ -25,6 +25,10 @@ def check_frames(frames: Any) -> np.ndarray:
     """
     wanted = "give uint8 frames of shape [batch, frames, height, width, 3]"
     if isinstance(frames, torch.Tensor):
+        if frames.dtype != torch.uint8:  # before numpy, which has no bfloat16
+            raise InputError(
+                f"frames have dtype {str(frames.dtype).removeprefix('torch.')}; {wanted}, with values 0 to 255"
+            )
         frames = frames.detach().cpu().numpy()
     elif not isinstance(frames, np.ndarray):
         pictures = _pictures(frames)

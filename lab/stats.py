@@ -40,6 +40,15 @@ class Estimate:
         return format(self, "")
 
 
+def spell(value: float, low: float, high: float, spec: str = ".2f") -> str:
+    """A value with its interval in words, for figures and sentences made from tables."""
+    return (
+        f"{value:{spec}} [{low:{spec}}, {high:{spec}}]"
+        if low == low
+        else f"{value:{spec}}, too few blocks for an interval"
+    )
+
+
 def median_interval(values, seed: int = 0) -> Estimate:
     """The median of `values` (any unit) with its bootstrap percentile interval.
 

@@ -249,8 +249,8 @@ def build_row(
     """
     if layout not in LAYOUTS:
         raise InputError(f"layout is {layout!r}; choose one of {', '.join(LAYOUTS)}.")
-    if not 1 <= frames <= MAX_FRAMES:
-        raise InputError(f"{frames} frames per decision; give 1 to {MAX_FRAMES}.")
+    if not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
+        raise InputError(f"{frames!r} frames per decision; give 1 to {MAX_FRAMES}.")
     run = [*encode(tokenizer, FAKE + GLOBAL), *encode(tokenizer, IMAGE) * image_tokens, *encode(tokenizer, FAKE)]
     newline, (cls, sep, mark) = encode(tokenizer, "\n"), (encode(tokenizer, token) for token in (CLS, SEP, MASK))
     masked, count = layout == "mask", len(question.options)

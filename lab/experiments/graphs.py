@@ -305,7 +305,7 @@ def speed_sentence(speed: pd.DataFrame) -> str:
         if line.get("graph") == "not used":
             said.append(f"{where}: {line['arm']}: graph not used, so its time says nothing about capturing.")
             continue
-        ratio = f"{line['ratio']:.2f} [{line['ratio_low']:.2f}, {line['ratio_high']:.2f}]"
+        ratio = stats.spell(line["ratio"], line["ratio_low"], line["ratio_high"])
         said.append(
             f"{where}: {line['arm']} took {ratio} times the time of eager."
             if line["shown"]

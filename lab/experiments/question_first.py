@@ -279,12 +279,12 @@ def answer(saved: pd.DataFrame, same: pd.DataFrame) -> str:
     first = saved[saved["arm"].str.startswith("question first")]
     for _, line in first.iterrows():
         where = f"{line['workload']}, batch {line['batch']}, {line['dtype']}, {line['arm']}"
-        ratio = f"{line['ratio']:.3f} [{line['ratio_low']:.3f}, {line['ratio_high']:.3f}]"
+        ratio = stats.spell(line["ratio"], line["ratio_low"], line["ratio_high"], ".3f")
         if not line["shown"]:
-            said.append(f"{where}: no difference shown ({ratio} times the whole).")
+            said.append(f"{where}: no difference shown (ratio to the whole {ratio}).")
         else:
             worth.append(1 - line["ratio_high"])
-            said.append(f"{where}: {ratio} times the time of the whole.")
+            said.append(f"{where}: ratio to the whole {ratio}.")
     least = max(worth, default=0.0)
     verdict = (
         f"Caching the question saves at least {least:.1%} in the best case measured."

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save
 from lab.errors import InputError
 from lab.models.vision import DTYPES, OPTION_ATTENTION, DecisionConfig, DecisionModel
 from lab.tokens import SMOLVLM_TOKENS, TEXT_VOCABULARY, cache_folder, offline_weights, write_atomically
+from lab.workloads import QUESTION_TYPES
 
 VOCABULARY = TEXT_VOCABULARY + len(SMOLVLM_TOKENS)
 # SmolVLM-256M's shape (its published config); `tiny` is the same classes with three heads per layer, as odd as the
@@ -59,7 +60,10 @@ def load_model(
         raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
     if weights not in ("default", "random"):
         raise InputError(f"weights is {weights!r}; choose default or random.")
-    _check_device(device)
+    check_device(device)
+    if not isinstance(seed, int):
+        raise InputError(f"seed is {seed!r}; give a whole number.")
+    name = str(name)
     if name in PRESETS:
         model = _preset(name, seed, weights)
     elif weights == "random":
@@ -76,13 +80,18 @@ def weights_source() -> str:
     return f"text model: SmolLM2-135M-Instruct, 4-bit dequantised ({offline_weights().name}); vision tower: random"
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
+    """Raise InputError for a device that is neither the CPU nor a CUDA GPU that torch sees."""
     try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        raise InputError(f"Unknown device {device!r}; use cpu or cuda.") from None
-    if kind == "cuda" and not torch.cuda.is_available():
+        asked = torch.device(device)
+    except (RuntimeError, TypeError):
+        asked = None
+    if asked is None or asked.type not in ("cpu", "cuda"):
+        raise InputError(f"Unknown device {device!r}; use cpu or cuda.")
+    if asked.type == "cuda" and not torch.cuda.is_available():
         raise InputError("The device cuda was asked for, but torch sees no CUDA GPU here; use --device cpu.")
+    if asked.type == "cuda" and (asked.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"There is no {device}; torch sees {torch.cuda.device_count()} CUDA GPU(s), counted from 0.")
 
 
 @contextmanager
@@ -154,19 +163,23 @@ def _folder(folder: Path) -> DecisionModel:
         if not (folder / needed).is_file():
             raise InputError(f"The folder {folder} holds no {needed}, so it is no decision checkpoint.")
     config = _decision_config(folder / "vlm_agent_config.json")
-    backbone = AutoConfig.from_pretrained(folder / "backbone")
+    try:
+        backbone = AutoConfig.from_pretrained(folder / "backbone")
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{folder}/backbone/config.json cannot be read as a backbone's config: {reason}") from None
     if backbone.model_type not in BACKBONES:
         raise InputError(
             f"The backbone in {folder} is a {backbone.model_type!r}; decision checkpoints here are {' or '.join(BACKBONES)}."
         )
     added = tuple(SMOLVLM_TOKENS)
     if (folder / "added_tokens.json").is_file():
-        ids = json.loads((folder / "added_tokens.json").read_text())
-        added = tuple(sorted(ids, key=ids.get))
-        if sorted(ids.values()) != list(range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids))):
+        ids = _json_table(folder / "added_tokens.json")
+        if set(ids.values()) != set(range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids))):
             raise InputError(
                 f"{folder}/added_tokens.json must number its tokens from {TEXT_VOCABULARY} on, without gaps."
             )
+        added = tuple(sorted(ids, key=ids.get))
     with _seeded(0):
         model = DecisionModel(AutoModel.from_config(backbone), config, f"checkpoint {folder.name}", folder.name, added)
     state = _read_state(folder / "model.safetensors", model.state_dict())
@@ -194,6 +207,8 @@ def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
     for name in [name.removesuffix(".ids") for name in state if name.endswith(".ids")]:
+        if f"{name}.rows" not in state:
+            raise InputError(f"{path} holds {name}.ids but no {name}.rows; it is not complete.")
         ids, rows = state.pop(f"{name}.ids").long(), state.pop(f"{name}.rows")
         if name in expected:
             state[name] = torch.zeros(expected[name].shape).index_copy(0, ids, rows.float())
@@ -201,17 +216,30 @@ def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
 
 
 def _decision_config(path: Path) -> DecisionConfig:
-    try:
-        said = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path} is not valid JSON: {error}.") from None
+    said = _json_table(path)
     said = {field.name: said[field.name] for field in fields(DecisionConfig) if field.name in said}
     # The old name of block attention.
     if said.get("option_attention") == "bidirectional":
         said["option_attention"] = "block"
     if said.get("option_attention", "causal") not in OPTION_ATTENTION:
         raise InputError(f"{path}: option_attention is {said['option_attention']!r}; it is causal or block.")
-    return DecisionConfig(**{**said, "temperature": tuple(said.get("temperature", (1.0, 1.0, 1.0)))})
+    for field in fields(DecisionConfig):
+        if field.type is int and type(said.get(field.name, 0)) is not int:
+            raise InputError(f"{path}: {field.name} is {said[field.name]!r}; it is a whole number.")
+    temperature = said.get("temperature", [1.0] * len(QUESTION_TYPES))
+    if not isinstance(temperature, list) or len(temperature) != len(QUESTION_TYPES):
+        raise InputError(f"{path}: temperature is {temperature!r}; it is a list, one for {', '.join(QUESTION_TYPES)}.")
+    return DecisionConfig(**{**said, "temperature": tuple(temperature)})
+
+
+def _json_table(path: Path) -> dict:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} is not valid JSON: {error}.") from None
+    if not isinstance(said, dict):
+        raise InputError(f"{path} holds no table of names and values.")
+    return said
 
 
 def _hub(name: str, seed: int) -> DecisionModel:
@@ -226,7 +254,8 @@ def _hub(name: str, seed: int) -> DecisionModel:
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
-            f"The model {name!r} is not in the hub's cache and the hub did not give it: {reason}"
+            f"The model {name!r} is no folder here, not in the hub's cache, and the hub did not give it ({reason}); "
+            f"name a preset ({', '.join(PRESETS)}) or a checkpoint folder, or fetch it where there is a network."
         ) from None
     if encoder.config.model_type not in BACKBONES:
         raise InputError(

@@ -82,6 +82,10 @@ class DecisionModel(DecisionHeads):
 
     def row(self, question: Question, frames: int = 1, state=None, layout: str = "terminator") -> Row:
         """The question's token row for this model; see `lab.tokens.build_row`."""
+        if not isinstance(question, Question):
+            raise InputError(
+                f"A step asks a lab.Question, not {question!r:.60}; a workload holds its own in `.question`."
+            )
         tokenizer, config = load_tokenizer(self.added_tokens), self.config
         return build_row(
             tokenizer, question, frames, self.image_tokens, state, config.max_len, config.head_max_len, layout
@@ -145,6 +149,8 @@ def whole_mask(row: Row, option_attention: str, dtype: torch.dtype, device) -> T
 
 def check_model_supports(model: DecisionModel, option_attention: str, pixels: str) -> None:
     """Raise InputError where a step cannot be built on this model with these settings."""
+    if not isinstance(model, DecisionModel):
+        raise InputError(f"A step takes a model from lab.load_model, not {model!r:.60}.")
     if option_attention not in OPTION_ATTENTION:
         raise InputError(f"option_attention is {option_attention!r}; choose one of {', '.join(OPTION_ATTENTION)}.")
     if pixels not in ("device", "processor"):
