@@ -206,6 +206,7 @@ def spoil(folder, change):
         (lambda state: state.pop("scorer.0.weight"), "1 missing .scorer.0.weight"),
         (lambda state: state.update(spare=torch.ones(2)), "1 extra .spare"),
         (lambda state: state.update({"scorer.0.weight": torch.ones(3)}), "scorer.0.weight is .3,."),
+        (lambda state: state.pop("encoder.text_model.embed_tokens.weight.rows"), "holds .*.ids but no .*.rows"),
     ],
 )
 def test_checkpoint_that_does_not_fit_is_refused(checkpoint, change, words):
@@ -220,6 +221,24 @@ def test_checkpoint_with_a_file_missing_or_torn_is_refused(checkpoint):
         lab.load_model(str(checkpoint))
     (checkpoint / "vlm_agent_config.json").unlink()
     with pytest.raises(InputError, match="holds no vlm_agent_config.json"):
+        lab.load_model(str(checkpoint))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("vlm_agent_config.json", "[1]", "holds no table"),
+        ("vlm_agent_config.json", '{"temperature": 2}', "temperature is 2; it is a list"),
+        ("vlm_agent_config.json", '{"image_size": "512"}', "image_size is '512'; it is a whole number"),
+        ("added_tokens.json", "{", "added_tokens.json is not valid JSON"),
+        ("added_tokens.json", '{"<a>": "b"}', "must number its tokens"),
+        ("backbone/config.json", "{", "cannot be read as a backbone's config"),
+        ("backbone/config.json", '{"model_type": "nobody"}', "cannot be read as a backbone's config"),
+    ],
+)
+def test_checkpoint_with_odd_json_is_refused(checkpoint, name, text, words):
+    (checkpoint / name).write_text(text)
+    with pytest.raises(InputError, match=words):
         lab.load_model(str(checkpoint))
 
 
@@ -254,6 +273,11 @@ def test_image_size_must_fit_the_patches(checkpoint):
         ({"name": "smolvlm"}, "Unknown model 'smolvlm'"),
         ({"name": "tiny", "dtype": "fp8"}, "dtype is 'fp8'"),
         ({"name": "tiny", "device": "gpu0"}, "Unknown device"),
+        ({"name": "tiny", "device": "mps"}, "Unknown device 'mps'; use cpu or cuda"),
+        ({"name": "tiny", "device": "meta"}, "Unknown device 'meta'"),
+        ({"name": "tiny", "device": None}, "Unknown device None"),
+        ({"name": "tiny", "seed": "one"}, "seed is 'one'"),
+        ({"name": Path("/nowhere/at/all")}, "is no folder here"),
         ({"name": "tiny", "device": "cuda"}, "no CUDA GPU"),
         ({"name": "nobody/nothing"}, "not in the hub's cache"),
     ],
@@ -271,6 +295,11 @@ def test_steps_refuse_the_wrong_frames_and_settings(golden):
     step = lab.EagerStep(golden, question, frames=2)
     with pytest.raises(InputError, match="1 frames per decision were given, this step takes 2"):
         step.decide(np.zeros((1, 1, 8, 8, 3), np.uint8))
+    for asked, frames, words in (("Which?", 1, "asks a lab.Question, not 'Which"), (question, "2", "'2' frames")):
+        with pytest.raises(InputError, match=words):
+            lab.StaticStep(golden, asked, frames)
+    with pytest.raises(InputError, match="takes a model from lab.load_model, not 'tiny'"):
+        lab.EagerStep("tiny", question)
     with pytest.raises(InputError, match="dtype float64"):
         step.decide(np.zeros((1, 2, 8, 8, 3)))
     with pytest.raises(InputError, match="option_attention is 'full'"):

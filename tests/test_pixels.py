@@ -152,6 +152,7 @@ def test_check_frames_takes_arrays_tensors_lists_and_grey():
     [
         (np.zeros((1, 1, 4, 4, 3), np.float32), "float32"),
         (np.zeros((1, 1, 4, 4, 3), np.int64), "int64"),
+        (torch.zeros((1, 1, 4, 4, 3), dtype=torch.bfloat16), "dtype bfloat16"),
         (np.zeros((4, 4, 3), np.uint8), "3 dimensions"),
         (np.zeros((1, 4, 4, 3), np.uint8), "4 dimensions"),
         (np.zeros((1, 1, 3, 4, 4), np.uint8), "4 values in the last dimension"),
