@@ -135,11 +135,11 @@ def as_frame(lines: list[dict]) -> pd.DataFrame:
     return rows
 
 
-def read_rows(path: Path | str) -> pd.DataFrame:
+def read_rows(path: Path | str, arm: str | None = None) -> pd.DataFrame:
     """Read a rows file into a table, one line per row; `.attrs["about"]` holds what the file says about them.
 
     A line torn by a killed process is left out, and said on stderr. Raises InputError where the file is missing or
-    holds no rows.
+    holds no rows; with `arm`, also where it holds none of that arm, so that another experiment's rows are refused.
     """
     path = Path(path)
     try:
@@ -158,6 +158,8 @@ def read_rows(path: Path | str) -> pd.DataFrame:
     if not any("about" not in line for line in lines):
         raise InputError(f"{path} holds no rows; give a .rows.jsonl file that a measurement has written to.")
     rows = as_frame(lines)
+    if arm is not None and arm not in set(rows.get("arm", ())):
+        raise InputError(f"{path} holds no rows of the arm {arm!r}; give rows that this notebook has written.")
     if torn:
         note = f"{path.name}: left out {len(torn)} torn line(s), number {', '.join(map(str, torn[:5]))}."
         print(note, file=sys.stderr)

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -150,16 +150,34 @@ def prepare(paths: list[Path], profile: str, parameters: dict[str, Any]) -> list
             rows = Path(passed["rows"]).resolve()
             if not rows.is_file():
                 raise InputError(f"there is no rows file {passed['rows']}")
+            import_module("lab.records").read_rows(rows)  # refuses a file without rows
             passed["rows"] = str(rows)
+        shared = {n: v for n, v in passed.items() if n in ("profile", "seed", "device", "dtype")}
+        _check_values(**{"profile": profile} | shared)
         notebooks.append(Notebook(path, defaults, {"profile": profile} | passed))
     return notebooks
 
 
-def open_folder(out: Path | None, names: list[str]) -> Path:
+def _check_values(profile: str, seed: int = 0, device: str = "cpu", dtype: str = "fp32") -> None:
+    """Refuse what every notebook would refuse, before the first of them runs."""
+    if profile not in PROFILES:
+        raise InputError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
+    if not 0 <= seed < 2**31:
+        raise InputError(f"seed is {seed}: give a whole number from 0 to {2**31 - 1}")
+    if device != "cpu":
+        from lab.models.checkpoints import check_device
+
+        check_device(device)
+    if dtype not in ("fp32", "bf16"):
+        raise InputError(f"dtype is {dtype!r}: choose fp32 or bf16")
+
+
+def open_folder(out: Path | None, names: list[str], shown: Collection[str] = ()) -> Path:
     """Create the run's folder (default reports/<date-time>), prove that it can be written, return its absolute path.
 
     What an earlier run left there of the same notebooks is moved into earlier-<date-time>/, so that nothing old can
-    pass for a result of this run. InputError for a folder that is read-only, full, or no folder.
+    pass for a result of this run; only the rows files that are to be `shown` stay. InputError for a folder that is
+    read-only, full, or no folder.
     """
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     folder = (out or Path("reports") / now).resolve()
@@ -169,7 +187,7 @@ def open_folder(out: Path | None, names: list[str]) -> Path:
         raise InputError(
             f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out"
         )
-    old = [p for name in names for p in folder.glob(f"{name}.*")]
+    old = [p for name in names for p in folder.glob(f"{name}.*") if str(p) not in shown]
     if old:
         attic = folder / f"earlier-{now}"
         attic.mkdir(exist_ok=True)
@@ -357,15 +375,13 @@ def run(
     Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others still run), 130 after
     Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
     """
-    if profile not in PROFILES:
-        raise InputError(f"unknown profile {profile!r}: choose one of {', '.join(PROFILES)}")
     for package in ("papermill", "nbconvert", "ipykernel"):
         if find_spec(package) is None:
             raise InputError(f"{package} is not installed: install everything with make report or pip install -e .")
     say("reading the notebooks ...")
     paths = select(Path(folder).resolve() if folder else notebooks_folder(), only)
     notebooks = prepare(paths, profile, parameters or {})
-    target = open_folder(out, [n.name for n in notebooks])
+    target = open_folder(out, [n.name for n in notebooks], [n.passed.get("rows", "") for n in notebooks])
     announce(notebooks, target, say)
 
     records, report = import_module("lab.records"), import_module("lab.report")

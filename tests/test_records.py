@@ -54,6 +54,11 @@ def test_files_that_hold_no_rows_are_refused(tmp_path):
     for name in ("missing", "empty", "other", "binary", "."):
         with pytest.raises(InputError, match="rows"):
             read_rows(tmp_path / name)
+    for line in ('{"arm": "theirs", "ms": 1}', '{"source": "atari:Pong"}'):
+        (tmp_path / "foreign").write_text(line)
+        assert len(read_rows(tmp_path / "foreign")) == 1
+        with pytest.raises(InputError, match="holds no rows of the arm 'mine'; give rows that this notebook"):
+            read_rows(tmp_path / "foreign", arm="mine")
 
 
 def test_values_json_cannot_hold_are_made_plain():

@@ -62,7 +62,7 @@ def test_two_parameters_cells_are_refused(make_notebook, run):
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ({"stepz": "9"}, "no chosen notebook has a parameter 'stepz'; they have: fast, profile, rate, rows, seed"),
+        ({"stepz": "9"}, "no chosen notebook has a parameter 'stepz'; they have: device, dtype, fast, profile"),
         ({"steps": "nine"}, "parameter steps takes a whole number like 3, not 'nine'"),
         ({"steps": "2.5"}, "parameter steps takes a whole number like 3, not 2.5"),
         ({"steps": "True"}, "parameter steps takes a whole number like 3, not True"),
@@ -70,10 +70,17 @@ def test_two_parameters_cells_are_refused(make_notebook, run):
         ({"fast": "1"}, "parameter fast takes true or false like False, not 1"),
         ({"sizes": "3"}, "parameter sizes takes a list like"),
         ({"rows": "nowhere.jsonl"}, "there is no rows file nowhere.jsonl"),
+        ({"rows": os.devnull}, "there is no rows file"),
+        ({"rows": __file__}, "holds no rows; give a .rows.jsonl file"),
+        ({"profile": "quick"}, "unknown profile 'quick'"),
+        ({"device": "abacus"}, "Unknown device 'abacus'"),
+        ({"seed": "-1"}, "seed is -1: give a whole number from 0"),
+        ({"dtype": "fp8"}, "dtype is 'fp8'"),
     ],
 )
 def test_a_parameter_that_does_not_fit_is_refused(make_notebook, run, tmp_path, parameters, sentence):
-    make_notebook("01_plain")
+    names = "profile = 'smoke'\nseed = 0\nrows = ''\ndevice = 'cpu'\ndtype = 'fp32'\n"
+    make_notebook("01_plain", parameters=names + "steps = 3\nrate = 0.5\nfast = False\nsizes = [1, 2]")
     with pytest.raises(InputError, match=re.escape(sentence)):
         run(parameters=parameters)
     assert not (tmp_path / "out").exists()
@@ -192,6 +199,16 @@ def test_results_of_an_earlier_run_do_not_pass_for_new_ones(make_notebook, run, 
     assert not (tmp_path / "out" / "01_twice.json").exists()
     (kept,) = (tmp_path / "out").glob("earlier-*/01_twice.json")
     assert json.loads(kept.read_text())["parameters"]["steps"] == 5
+
+
+def test_rows_of_the_very_folder_can_be_shown(make_notebook, run, tmp_path):
+    make_notebook("01_rows", "text = open(rows).read() if rows else ''")
+    rows = tmp_path / "out" / "01_rows.rows.jsonl"
+    rows.parent.mkdir()
+    rows.write_text('{"ms": 1}\n')
+    assert run(parameters={"rows": str(rows)}) == 0
+    assert rows.read_text() == '{"ms": 1}\n'
+    assert run() == 0 and not rows.exists(), "rows that nobody asked to see are moved away"
 
 
 def test_a_notebook_that_overwrites_what_it_was_passed_is_a_failure(make_notebook, run, tmp_path):
