@@ -100,7 +100,7 @@ def duplicates(
         raise InputError("Give either --game (Atari) or --scenario (Doom).")
     if steps < 2:
         raise InputError(f"--steps is {steps}; it takes at least 2 to compare a frame with the one before it.")
-    source = f"atari:{game}" if game else f"doom:{scenario}"
+    source = f"doom:{scenario}" if game is None else f"atari:{game}"
     with _quiet(as_json):
         from lab.experiments.duplicates import one
 
