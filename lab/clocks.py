@@ -59,6 +59,17 @@ def marked(mark: Callable[[], Any]) -> Iterator[list[tuple[str, Any, Any]]]:
         _recorder = None
 
 
+@contextlib.contextmanager
+def unmarked() -> Iterator[None]:
+    """Leave stages met inside unmarked: a compiler that traces through a mark would meet a clock it cannot trace."""
+    global _recorder
+    kept, _recorder = _recorder, None
+    try:
+        yield
+    finally:
+        _recorder = kept
+
+
 class _Stage:
     __slots__ = ("name", "recorder")
 

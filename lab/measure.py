@@ -97,6 +97,7 @@ def compare(
     clock=None,
     title: str = "",
     tags: dict | None = None,
+    keep_partial: bool = True,
 ) -> pd.DataFrame:
     """Time `arms` beside each other and return raw rows, one per stage of each call.
 
@@ -112,9 +113,10 @@ def compare(
     start; the returned table has the same in `.attrs["about"]`. `device` is by default that of the arms, or "cuda" where
     the process has used it, else "cpu"; `clock` replaces its clock.
 
-    `budget_s` (seconds, warm-up included) cuts whole blocks, and says so; Ctrl-C does the same. One measurement runs at
-    a time per device: others wait, and say for whom. Raises InputError, before anything is timed, for arms with the
-    same name or effective configuration, an empty `inputs`, or a folder that cannot be written.
+    `budget_s` (seconds, warm-up included) cuts whole blocks, and says so; Ctrl-C does the same, or with `keep_partial`
+    off, for one of several comparisons, goes on to end the program once it has said where the rows are. One
+    measurement runs at a time per device: others wait, and say for whom. Raises InputError, before anything is timed,
+    for arms with the same name or effective configuration, an empty `inputs`, or a folder that cannot be written.
     """
     arms = _as_arms(arms)
     twice = _again_arm(arms, again)
@@ -175,6 +177,8 @@ def compare(
                 raise
             where = f" Rows are in {out}." if out else ""
             log.note(f"{show.title}: interrupted after {done} of {blocks} blocks.{where}")
+            if not keep_partial:
+                raise
         log.about("environment", moment="after", **environment(seed, import_torch=False))
     rows = as_frame(log.lines)
     for warning in filter(None, attribution(rows)["warning"]):

@@ -365,6 +365,20 @@ def test_ctrl_c_keeps_the_whole_blocks_and_says_where_they_are(tmp_path, capsys)
     assert len(stats._timed(read_rows(path))) == 12  # a block cut short on disk does not count either
 
 
+def test_ctrl_c_in_one_of_several_comparisons_ends_the_program(tmp_path, capsys):
+    calls = []
+
+    def f():
+        calls.append(1)
+        if len(calls) == 12:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        compare({"a": f, "b": lambda: None}, blocks=50, warmup=1, out=tmp_path / "r.jsonl", keep_partial=False)
+    assert "Rows are in" in capsys.readouterr().err
+    assert len(stats._timed(read_rows(tmp_path / "r.jsonl"))) == 12
+
+
 def test_ctrl_c_before_the_first_block_stops_everything():
     def f():
         raise KeyboardInterrupt

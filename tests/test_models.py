@@ -90,6 +90,13 @@ def test_split_equals_the_whole(golden):
                 np.testing.assert_allclose(step.decide(frames).logits, whole.logits, atol=1e-4, rtol=0)
 
 
+def test_split_takes_any_batch_after_any_other(golden):
+    step, whole = lab.SplitStep(golden, question_of(CASES[0])), lab.EagerStep(golden, question_of(CASES[0]))
+    frames = np.stack([FRAMES[name][None] for name in ("pong_a", "pong_b", "pong_c")])
+    for batch in (1, 3, 2, 1):
+        np.testing.assert_allclose(step.decide(frames[:batch]).logits, whole.decide(frames[:batch]).logits, atol=1e-4)
+
+
 def test_split_recovers_from_an_interrupted_decision(golden, monkeypatch):
     case = CASES[0]
     frames = np.stack([[FRAMES[name] for name in pair] for pair in frame_names(case)])
@@ -205,6 +212,7 @@ def spoil(folder, change):
     [
         (lambda state: state.pop("scorer.0.weight"), "1 missing .scorer.0.weight"),
         (lambda state: state.update(spare=torch.ones(2)), "1 extra .spare"),
+        (lambda state: state["encoder.text_model.embed_tokens.weight.ids"].add_(49156), "ids does not fit"),
         (lambda state: state.update({"scorer.0.weight": torch.ones(3)}), "scorer.0.weight is .3,."),
         (lambda state: state.pop("encoder.text_model.embed_tokens.weight.rows"), "holds .*.ids but no .*.rows"),
     ],

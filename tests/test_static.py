@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import lab
+from lab.clocks import time_call
 from lab.envs import record_frames
 from lab.errors import InputError
 from lab.parity import MaskedEagerStep, compare_answers, compare_games, repeats
@@ -234,6 +235,8 @@ def test_compiled_equals_eager_and_compiles_once(golden):
     step = CompiledStep(golden, question("doom_basic"))
     inputs = [FRAMES[name][None, None] for name in ("doom_a", "doom_b")]
     assert compare_answers(EagerStep(golden, question("doom_basic")), step, inputs * 2).max_logit < 2e-4
+    timed = time_call(step.decide, inputs[0])
+    assert {"copy_in", "compiled", "readback"} == set(timed) - {"total"}
     cost = step.start_cost()
     assert (cost["graphs"], cost["graph_breaks"], cost["recompiles"]) == (1, 0, 0) and cost["compile_s"] > 0
 

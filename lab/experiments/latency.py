@@ -75,6 +75,7 @@ def run(
                 out=out,
                 title=name,
                 tags={"workload": name, "preset": preset},
+                keep_partial=False,
             )
         )
     return join_rows(tables)

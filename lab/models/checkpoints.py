@@ -210,6 +210,10 @@ def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
         if f"{name}.rows" not in state:
             raise InputError(f"{path} holds {name}.ids but no {name}.rows; it is not complete.")
         ids, rows = state.pop(f"{name}.ids").long(), state.pop(f"{name}.rows")
+        if len(ids) != len(rows) or (
+            name in expected and len(ids) and not 0 <= ids.min() <= ids.max() < len(expected[name])
+        ):
+            raise InputError(f"{path}: {name}.ids does not fit its rows or the table of {name}.")
         if name in expected:
             state[name] = torch.zeros(expected[name].shape).index_copy(0, ids, rows.float())
     return state

@@ -5,6 +5,7 @@ import time
 
 import torch
 
+from lab.clocks import stage, unmarked
 from lab.errors import InputError
 from lab.steps.question_first import QuestionFirstStep
 from lab.steps.split import StaticSplitStep
@@ -44,7 +45,8 @@ class Compiled:
             before, start = _counters(), time.perf_counter()
             if self.mode == "reduce-overhead":
                 torch.compiler.cudagraph_mark_step_begin()
-            output = compiled()
+            with stage("compiled"), unmarked():
+                output = compiled()
             graphs, breaks = (now - then for now, then in zip(_counters(), before, strict=True))
             if graphs:
                 self.compile_s += time.perf_counter() - start

@@ -79,8 +79,9 @@ class EagerStep:
     ):
         start = time.perf_counter()
         check_model_supports(model, option_attention, pixels)
-        if orders < 1:
-            raise InputError(f"orders is {orders}; give 1 or more.")
+        if not isinstance(orders, int) or orders < 1:
+            raise InputError(f"orders is {orders!r}; give a whole number of 1 or more.")
+        self.row = model.row(question, frames)  # a question or budget that cannot work is refused here, not mid-loop
         self.model, self.question, self.frames = model, question, frames
         self.option_attention, self.orders = option_attention, _orders(len(question.options), orders)
         kept = "" if features is None else ", frame features kept"
@@ -90,7 +91,6 @@ class EagerStep:
             pixels, model.config.image_size, device=model.device, dtype=model.dtype, filter=filter
         )
         self.filter = filter if pixels == "device" else "processor"
-        self.row = model.row(question, frames)  # a question or budget that cannot work is refused here, not mid-loop
         self.temperature = model.temperature_of(question)
         self.features = features
         if features is not None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from lab.clocks import stage
 from lab.errors import InputError
 
 WARMUPS = 3
@@ -32,7 +33,8 @@ class Replay:
             return self.work()
         if self.graph is None:
             self._capture()
-        self.graph.replay()
+        with stage("replay"):
+            self.graph.replay()
         return self.output
 
     def _capture(self) -> None:

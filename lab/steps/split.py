@@ -23,10 +23,12 @@ class SplitStep(EagerStep):
     def __init__(self, *args, name: str | None = None, **kwargs):
         super().__init__(*args, name=name or "split", **kwargs)
         self.cut = self.row.segment("question").start
-        self.cache = self._empty_cache()
+        self.cache, self._batch = self._empty_cache(), 0
 
     def decide(self, frames) -> Decisions:
         """Answer on frames uint8 [batch, frames, height, width, 3]."""
+        if len(frames) != self._batch:  # an emptied cache still remembers its batch
+            self.cache, self._batch = self._empty_cache(), len(frames)
         try:
             decisions = super().decide(frames)
         except BaseException:
