@@ -26,7 +26,9 @@ def audits(preset: str = "tiny", workload: str = "pong", frames: int = 1, seed: 
 def audit_table(audited: dict) -> pd.DataFrame:
     """The audits' findings, one line each: step, stage, operation, finding."""
     tables = [found.table().assign(step=name) for name, found in audited.items()]
-    return pd.concat(tables, ignore_index=True)[["step", "stage", "operation", "finding"]].drop_duplicates()
+    return pd.concat(tables, ignore_index=True)[["step", "stage", "operation", "finding"]].drop_duplicates(
+        ignore_index=True
+    )
 
 
 def timelines(preset: str = "tiny", seed: int = 0, device: str = "cpu") -> pd.DataFrame:
