@@ -54,6 +54,7 @@ PROFILES = {
     },
 }
 BASE = "eager"
+WARMUP = 2  # after the call that starts a step, which is the first
 
 
 @dataclass(frozen=True)
@@ -159,13 +160,14 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
     from lab.parity import MaskedEagerStep, compare_answers, repeats
     from lab.steps import EagerStep
 
-    inputs = case.inputs(max(8, settings["parity"]), seed)
+    inputs = case.inputs(max(WARMUP + settings["blocks"], settings["parity"]), seed)
+    inputs = np.roll(inputs, -WARMUP, axis=0)  # block 0 then follows the warm-up's last frame, as reuse expects
     steps = [step for step in steps if _starts(step, inputs[0])]
     rows = compare(
         [Arm.of(step) for step in steps],
         inputs,
         blocks=settings["blocks"],
-        warmup=2,  # the start above was the first
+        warmup=WARMUP,
         budget_s=settings["budget_s"],
         seed=seed,
         out=out,

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from lab import stats
@@ -46,6 +47,7 @@ PROFILES = {
 }
 LAYOUTS = ("whole", "split", "question first", "published simulation")
 BASE = "whole"
+WARMUP = 2  # after the call that starts a step, which is the first
 
 
 def run(
@@ -84,9 +86,10 @@ def run(
 def _measure(model, workload: Workload, batch: int, settings: dict, preset: str, seed: int, out) -> list[pd.DataFrame]:
     tags = {"preset": preset, "workload": workload.name, "batch": batch, "dtype": model.dtype_name}
     title = f"{workload.name}, batch {batch}, {model.dtype_name}"
-    count = max(8, settings["parity"])
+    count = max(WARMUP + settings["blocks"], settings["parity"])
     frames = frames_for(workload, count * batch, seed)
     inputs = frames.reshape(batch, count, *frames.shape[1:]).swapaxes(0, 1)
+    inputs = np.roll(inputs, -WARMUP, axis=0)  # block 0 then follows the warm-up's last frame, as reuse expects
     steps = _steps(model, workload, batch, settings["compiled"] if batch == 1 and workload.name == "pong" else None)
     for step in steps:
         step.decide(inputs[0])  # building, capturing and compiling count as the arm's start, not against the budget
@@ -94,7 +97,7 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
         [Arm.of(step) for step in steps],
         inputs,
         blocks=settings["blocks"],
-        warmup=2,  # the start above was the first
+        warmup=WARMUP,
         budget_s=settings["budget_s"],
         seed=seed,
         out=out,
