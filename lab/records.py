@@ -167,6 +167,19 @@ def read_rows(path: Path | str, arm: str | None = None) -> pd.DataFrame:
     return rows
 
 
+def beside_rows(lines: list[dict], out: Path | str | None) -> pd.DataFrame:
+    """A table without rows whose `.attrs["about"]` says `lines` (a dict each, with a `kind`); with `out` on disk too.
+
+    `join_rows` puts it beside the rows it speaks of.
+    """
+    lines = [clean({"about": line}) for line in lines]
+    if out:
+        with RowWriter(out) as writer:
+            for line in lines:
+                writer.append(line)
+    return as_frame(lines)
+
+
 def join_rows(tables: list[pd.DataFrame]) -> pd.DataFrame:
     """Several tables of rows as one, with all that is said about them (`pandas.concat` would drop it)."""
     about = [line for table in tables for line in table.attrs.get("about", [])]

@@ -127,7 +127,8 @@ def test_the_question_first_document(first_bench):
     assert found["parity"]["max_logit"] < 1e-4
     arms = {line["arm"] for line in found["rows"]}
     assert arms == {
-        "whole", "split", "question first", "published simulation", "whole, reuse", "question first, reuse",
+        "whole", "split", "question first", "published simulation",
+        "whole, reuse", "split, reuse", "question first, reuse", "published simulation, reuse",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from lab.envs import frames_for
 from lab.errors import InputError
 from lab.experiments.capture import audits
 from lab.measure import Arm, compare
-from lab.records import RowWriter, as_frame, clean, join_rows, read_rows
+from lab.records import beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, get_workload
 
 PROFILES = {
@@ -186,12 +186,8 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
     ]
     if eager.model.device.type == "cuda":
         lines += [{"kind": "activity", "arm": step.name, **activity(step, inputs[0])} for step in steps]
-    lines = [clean({"about": {**line, "title": case.title, "preset": preset, **case.tags}}) for line in lines]
-    if out:
-        with RowWriter(out) as writer:
-            for line in lines:
-                writer.append(line)
-    return [rows, as_frame(lines)]
+    about = {"title": case.title, "preset": preset, **case.tags}
+    return [rows, beside_rows([line | about for line in lines], out)]
 
 
 def _starts(step, inputs) -> bool:

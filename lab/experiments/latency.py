@@ -11,7 +11,7 @@ from lab import stats
 from lab.envs import EmulatorMissing, frames_for, make, one_hot
 from lab.errors import InputError
 from lab.measure import Arm, compare
-from lab.records import RowWriter, as_frame, clean, join_rows
+from lab.records import beside_rows, clean, join_rows
 from lab.workloads import Workload, get_workload
 
 PROFILES = {
@@ -112,11 +112,7 @@ def _floor(step, inputs, title: str, out) -> pd.DataFrame:
     said = step.describe()
     ceilings = roofline.ceilings(said["device"], said["dtype"], costs["total"].shapes)
     floor = {"kind": "floor", "title": title, "ceilings": ceilings, "stages": roofline.floor(costs, ceilings)}
-    line = clean({"about": floor})
-    if out:
-        with RowWriter(out) as writer:
-            writer.append(line)
-    return as_frame([line])
+    return beside_rows([floor], out)
 
 
 def _player(workload: Workload, seed: int):

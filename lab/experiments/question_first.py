@@ -10,7 +10,7 @@ from lab import stats
 from lab.envs import frames_for
 from lab.errors import InputError
 from lab.measure import Arm, compare
-from lab.records import RowWriter, as_frame, clean, join_rows, read_rows
+from lab.records import beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, get_workload
 
 PROFILES = {
@@ -20,6 +20,7 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
+        "every_reuse": True,
         "blocks": 6,
         "budget_s": 20,
         "parity": 8,
@@ -30,6 +31,7 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
+        "every_reuse": False,
         "blocks": 6,
         "budget_s": 190,
         "parity": 1,
@@ -40,6 +42,7 @@ PROFILES = {
         "batches": [1, 16],
         "dtypes": ["bf16", "fp32"],
         "compiled": "default",
+        "every_reuse": True,
         "blocks": 30,
         "budget_s": 10,
         "parity": 8,
@@ -62,11 +65,12 @@ def run(
 ) -> pd.DataFrame:
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
-    Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the published
-    simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is compared with
-    like; on CUDA each also captured, and where the profile says so compiled. With two frames whole and question first
-    also run with the earlier frame's image rows kept. Beside the rows stand, as lines about them, the largest difference
-    of logits from the twin without a cache. Raises InputError for an unknown profile, device or preset.
+    Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the
+    published simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is
+    compared with like; on CUDA each also captured, and where the profile says so compiled. With two frames they also
+    run with the earlier frame's image rows kept (in the profile `standard` only whole and question first). Beside the
+    rows stand, as lines about them, the largest difference of logits from the twin without a cache. Raises InputError
+    for an unknown profile, device or preset.
     """
     from lab.models import load_model
 
@@ -90,7 +94,8 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
     frames = frames_for(workload, count * batch, seed)
     inputs = frames.reshape(batch, count, *frames.shape[1:]).swapaxes(0, 1)
     inputs = np.roll(inputs, -WARMUP, axis=0)  # block 0 then follows the warm-up's last frame, as reuse expects
-    steps = _steps(model, workload, batch, settings["compiled"] if batch == 1 and workload.name == "pong" else None)
+    compiled = settings["compiled"] if batch == 1 and workload.name == "pong" else None
+    steps = _steps(model, workload, batch, compiled, settings["every_reuse"])
     for step in steps:
         step.decide(inputs[0])  # building, capturing and compiling count as the arm's start, not against the budget
     rows = compare(
@@ -106,17 +111,13 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
         keep_partial=False,
     )
     lines = [
-        clean({"about": {"kind": "parity", "title": title, **tags, **asdict(found)}})
+        {"kind": "parity", "title": title, **tags, **asdict(found)}
         for found in _parity(steps, inputs[: settings["parity"]])
     ]
-    if out:
-        with RowWriter(out) as writer:
-            for line in lines:
-                writer.append(line)
-    return [rows, as_frame(lines)]
+    return [rows, beside_rows(lines, out)]
 
 
-def _steps(model, workload: Workload, batch: int, compiled: str | None) -> list:
+def _steps(model, workload: Workload, batch: int, compiled: str | None, every_reuse: bool) -> list:
     from lab.steps import (
         CompiledQuestionFirstStep,
         CompiledSplitStep,
@@ -135,16 +136,18 @@ def _steps(model, workload: Workload, batch: int, compiled: str | None) -> list:
             end = (", captured" if capture else "") + (", reuse" if reuse else "")
             kept = {**common, "capture": capture, "reuse": reuse}
             steps.append(StaticStep(**kept, name=f"whole{end}"))
-            if not reuse:
+            if every_reuse or not reuse:
                 steps.append(StaticSplitStep(**kept, name=f"split{end}"))
             for name, layout in layouts.items():
-                if not reuse or name == "question first":
+                if every_reuse or not reuse or name == "question first":
                     steps.append(QuestionFirstStep(**kept, layout=layout, name=f"{name}{end}"))
     if compiled:
         try:
             steps.append(CompiledStep(**common, mode=compiled, name="whole, compiled"))
             steps.append(CompiledSplitStep(**common, mode=compiled, name="split, compiled"))
-            steps.append(CompiledQuestionFirstStep(**common, mode=compiled, name="question first, compiled"))
+            for name, layout in layouts.items():
+                kept = {**common, "layout": layout, "mode": compiled}
+                steps.append(CompiledQuestionFirstStep(**kept, name=f"{name}, compiled"))
         except InputError as missing:
             print(f"not run: compiled: {missing}", flush=True)
     return steps
