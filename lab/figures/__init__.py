@@ -1,0 +1,30 @@
+"""Matplotlib figures, readable on a light and on a dark page; `lab.views` has what is shown as HTML.
+
+A figure function takes rows or results and returns a Figure; it draws on a transparent ground in mid-grey, with
+colour-blind-safe colours. One file per topic; all of them are reached from here.
+"""
+
+from lab.figures.base import (
+    BLUE,
+    FAINT,
+    GREEN,
+    GREY,
+    ORANGE,
+    PALETTE,
+    PURPLE,
+    SKY,
+    VERMILION,
+    label_points,
+    new_figure,
+    style,
+)  # fmt: skip
+from lab.figures.duplicates import duplicate_dots, frame_pairs
+from lab.figures.latency import arm_bars, floor_bars, stage_bars, timeline
+from lab.figures.question_first import movement_lines, saving_bars
+from lab.figures.token_layout import SEGMENT_COLOURS, token_bars
+
+__all__ = [
+    "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION", "arm_bars",
+    "duplicate_dots", "floor_bars", "frame_pairs", "label_points", "movement_lines", "new_figure", "saving_bars",
+    "stage_bars", "style", "timeline", "token_bars",
+]  # fmt: skip
