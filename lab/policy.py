@@ -98,15 +98,14 @@ def play(
     InputError, before anything is played, where the question's options are not the environment's actions by name (in
     any order), for a fixed-batch step where the batch would shrink, and for settings that cannot be.
     """
-    _whole("episodes", episodes, 1)
-    _whole("seed", seed, 0)
+    whole("episodes", episodes, 1)
+    whole("seed", seed, 0)
     caps = list(max_decisions) if hasattr(max_decisions, "__len__") else [max_decisions] * episodes
     if len(caps) != episodes:
         raise InputError(f"max_decisions has {len(caps)} numbers for {episodes} episodes; give one each.")
     for cap in caps:
-        _whole("max_decisions", cap, 1)
-    if choose not in CHOOSE:
-        raise InputError(f"choose is {choose!r}; it is one of {', '.join(CHOOSE)}.")
+        whole("max_decisions", cap, 1)
+    check_choose(choose)
     if not hasattr(step, "decide"):
         if not callable(step):
             raise InputError(f"{step!r} is no step; give one, or a function batch -> step.")
@@ -121,13 +120,11 @@ def play(
     with ExitStack() as opened:
         running = []
         for number, cap in enumerate(caps):
-            for_env, for_draws = np.random.SeedSequence([seed, number]).spawn(2)
-            env_seed = int(for_env.generate_state(1)[0] >> 1)  # environments take 31 bits
+            env_seed, generator = episode_seeds(seed, number, choose)
             env = make(source, env_seed) if isinstance(source, str) else source(env_seed)
             opened.callback(env.close)
-            _check_actions(step.question.names, env)
-            generator = np.random.default_rng(for_draws) if choose == "sampled" else None
-            running.append(_Running(env, env_seed, cap, generator, step, auto_fire, gate, record))
+            check_actions(step.question.names, env)
+            running.append(Running(env, env_seed, cap, generator, step, auto_fire, gate, record))
         everyone, environment, names = list(running), running[0].env.describe(), running[0].env.actions
         for one in running:
             one.begin()
@@ -142,12 +139,19 @@ def play(
         return Play([one.episode() for one in everyone], names, environment, batches)
 
 
-def _whole(what: str, value, least: int) -> None:
+def whole(what: str, value, least: int) -> None:
+    """Raise InputError where `value` is no whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         raise InputError(f"{what} is {value!r}; give a whole number of {least} or more.")
 
 
-def _check_actions(options: list[str], env: Env) -> None:
+def check_choose(choose: str) -> None:
+    if choose not in CHOOSE:
+        raise InputError(f"choose is {choose!r}; it is one of {', '.join(CHOOSE)}.")
+
+
+def check_actions(options: list[str], env: Env) -> None:
+    """Raise InputError where a question's options are not the environment's actions by name, in any order."""
     if set(options) != set(env.actions):
         raise InputError(
             f"The question's options ({', '.join(options)}) are not the actions of {env.source} "
@@ -155,7 +159,14 @@ def _check_actions(options: list[str], env: Env) -> None:
         )
 
 
-def _still(running: list["_Running"], step) -> list["_Running"]:
+def episode_seeds(seed: int, number: int, choose: str) -> tuple[int, np.random.Generator | None]:
+    """The environment's seed (31 bits) of episode `number`, and the generator that `sampled` draws from."""
+    for_env, for_draws = np.random.SeedSequence([seed, number]).spawn(2)
+    generator = np.random.default_rng(for_draws) if choose == "sampled" else None
+    return int(for_env.generate_state(1)[0] >> 1), generator
+
+
+def _still(running: list["Running"], step) -> list["Running"]:
     """Those not over yet, the step told which of the remaining rows another episode moved into."""
     left = [one for one in running if not one.over]
     moved = [row for row, one in enumerate(left) if one is not running[row]]
@@ -164,13 +175,15 @@ def _still(running: list["_Running"], step) -> list["_Running"]:
     return left
 
 
-class _Running:
-    """One episode while it runs."""
+class Running:
+    """One episode while it runs: the rules by which answers become actions.
+
+    `begin` opens it, `window` is what the step must be shown next, `take` acts on the answer, until it is `over`.
+    """
 
     def __init__(self, env: Env, seed: int, cap: int, generator, step, auto_fire: bool, gate: bool, record: bool):
         self.env, self.seed, self.cap, self.generator, self.gate, self.record = env, seed, cap, generator, gate, record
-        self.question = step.question
-        self.places = [env.actions.index(name) for name in step.question.names]
+        self.asks(step.question)
         self.fire = env.actions.index("FIRE") if auto_fire and "FIRE" in env.actions else None
         self.window: deque[np.ndarray] = deque(maxlen=getattr(step, "frames", 1))
         self.actions: list[int] = []
@@ -184,8 +197,13 @@ class _Running:
     def over(self) -> bool:
         return self.ended or len(self.actions) >= self.cap
 
-    def begin(self) -> None:
-        self._fill(self.env.reset())
+    def asks(self, question) -> None:
+        """The question whose answers `take` gets from now on; its options are the environment's actions, in any order."""
+        self.question, self.places = question, [self.env.actions.index(name) for name in question.names]
+
+    def begin(self, seed: int | None = None) -> None:
+        """Reset the environment (to `seed`, where it was used before) and press FIRE where that is due."""
+        self._fill(self.env.reset(seed))
         self._auto_fire()
 
     def take(self, logits: np.ndarray, probabilities: np.ndarray, p_act: float) -> None:
