@@ -1,5 +1,6 @@
 """Notebook 01: where the tokens of a decision are, and which of them never change. Counts only; nothing is timed."""
 
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,19 +16,23 @@ def rows_of(workloads: Iterable[Workload], image_size: int = 512, layout: str = 
     return {w.name: build_row(tokenizer, w.question, w.frames, count, layout=layout) for w in workloads}
 
 
-def table(workloads: str | Path | None = None, image_size: int = 512) -> list[dict]:
-    """Token counts per segment, one dict per workload of a workload file (the shipped one by default).
+def line(name: str, row: Row) -> dict:
+    """Token counts of one row: workload, total, each segment's in the row's order, and fixed_share.
 
-    Keys: workload, total, prefix, image, question, options, fixed_share (question and options over the total, in whole
-    per cent).
+    The last is the share, in whole per cent, of what never changes without standing ahead of everything: question and
+    options, with the cue and the readouts of layouts that have them, but not the prefix.
     """
-    lines = []
-    for name, row in rows_of(load_workloads(workloads).values(), image_size).items():
-        counts = {segment.name: len(segment) for segment in row.segments}
-        fixed = counts["question"] + counts["options"]
-        counts = {segment: counts[segment] for segment in ("prefix", "image", "question", "options")}
-        lines.append({"workload": name, "total": len(row), **counts, "fixed_share": round(100 * fixed / len(row))})
-    return lines
+    counts = {"workload": name, "total": len(row), **{segment.name: len(segment) for segment in row.segments}}
+    return counts | {"fixed_share": round(100 * _fixed(counts) / len(row))}
+
+
+def _fixed(line: dict) -> int:
+    return line["total"] - line["prefix"] - line["image"] - line.get("state", 0)
+
+
+def table(workloads: str | Path | None = None, image_size: int = 512) -> list[dict]:
+    """`line` of each workload of a workload file (the shipped one by default)."""
+    return [line(name, row) for name, row in rows_of(load_workloads(workloads).values(), image_size).items()]
 
 
 def tokens(row: Row) -> list[dict]:
@@ -48,12 +53,13 @@ def tokens(row: Row) -> list[dict]:
     ]
 
 
-def flop_shares(table: list[dict], preset: str = "smolvlm-256m") -> dict[str, float]:
-    """The share of a decision's operations that its question and options take, in per cent, by workload of `table`.
+@functools.cache
+def operations(preset: str = "smolvlm-256m") -> dict:
+    """What one token costs in the text model, and one image in vision tower and connector, in floating-point operations.
 
-    Counted at the preset's shape without calculating anything: one image through vision tower and connector, one token
-    through the text model. As in the published figures, heads and the part of the text model's attention that grows
-    with the square of the length are left out.
+    Keys: "token", and the side of the image in pixels: 512, 256, 128, as far as the preset reads it. Counted at the
+    preset's shape without calculating anything. As in the published figures, heads and the part of the text model's
+    attention that grows with the square of the length are left out.
     """
     import torch
 
@@ -61,17 +67,29 @@ def flop_shares(table: list[dict], preset: str = "smolvlm-256m") -> dict[str, fl
     from lab.roofline import count
 
     model = load_model(preset, weights="random")
-    size, width = model.config.image_size, model.encoder.text_model.config.hidden_size
-    image = count(lambda: model.images(torch.zeros(1, 3, size, size)))
-    token = count(lambda: model.language(torch.zeros(1, 1, width)))
+    width = model.encoder.text_model.config.hidden_size
+    counted = {"token": count(lambda: model.language(torch.zeros(1, 1, width)))}
+    for size in (512, 256, 128):
+        if size <= model.config.image_size:
+            counted[size] = count(lambda size=size: model.images(torch.zeros(1, 3, size, size)))
+    return counted
+
+
+def cost(line: dict, frames: int = 1, image_size: int = 512, preset: str = "smolvlm-256m") -> dict:
+    """A decision's `operations` (see there), and the share of them that its fixed tokens take, in per cent (`share`)."""
+    each = operations(preset)
+    total = each["token"] * line["total"] + each[image_size] * frames
+    return {"operations": total, "share": 100 * each["token"] * _fixed(line) / total}
+
+
+def flop_shares(table: list[dict], preset: str = "smolvlm-256m") -> dict[str, float]:
+    """The share of a decision's operations that its question and options take, in per cent, by workload of `table`.
+
+    Frames per decision are the shipped workloads'; pictures are as large as the preset reads them.
+    """
     frames = {workload.name: workload.frames for workload in load_workloads().values()}
-    return {
-        line["workload"]: 100
-        * token
-        * (line["question"] + line["options"])
-        / (token * line["total"] + image * frames[line["workload"]])
-        for line in table
-    }
+    size = max(key for key in operations(preset) if key != "token")
+    return {line["workload"]: cost(line, frames[line["workload"]], size, preset)["share"] for line in table}
 
 
 def beside_published(table: list[dict], shares: dict[str, float], published: pd.DataFrame) -> pd.DataFrame:

@@ -9,19 +9,18 @@ from lab.figures.base import BLUE, GREEN, GREY, ORANGE, PURPLE, SKY, VERMILION, 
 SEGMENT_COLOURS = {
     "prefix": GREY, "image": ORANGE, "state": PURPLE, "question": BLUE, "options": GREEN, "cue": SKY, "readouts": VERMILION,
 }  # fmt: skip
-SEGMENTS = ("prefix", "image", "question", "options")
 
 
 def token_bars(table: Sequence[dict]) -> Figure:
-    """One bar per workload, as long as its tokens, coloured by segment; the share that never changes at its end.
+    """One bar per row of tokens, as long as it, its segments in order; the share that never changes at its end.
 
-    `table` is what `lab.experiments.token_layout.table` returns.
+    `table` holds what `lab.experiments.token_layout.line` returns, as its `table` does.
     """
     figure, axes = new_figure(7.5, 0.5 + 0.45 * len(table))
     longest = max(line["total"] for line in table)
     for place, line in enumerate(table):
         left = 0
-        for name in SEGMENTS:
+        for name in (key for key in line if key in SEGMENT_COLOURS):
             axes.barh(place, line[name], left=left, color=SEGMENT_COLOURS[name], height=0.62)
             inside(
                 axes, left, place, line[name], longest, (f"{name} {line[name]}", str(line[name])), SEGMENT_COLOURS[name]
