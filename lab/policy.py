@@ -127,7 +127,7 @@ def play(
             running.append(Running(env, env_seed, cap, generator, step, auto_fire, gate, record))
         everyone, environment, names = list(running), running[0].env.describe(), running[0].env.actions
         for one in running:
-            one.begin()
+            one.begin(one.seed)
         batches: list[int] = []
         running = _still(running, step)
         while running:
@@ -197,12 +197,16 @@ class Running:
     def over(self) -> bool:
         return self.ended or len(self.actions) >= self.cap
 
+    @property
+    def score(self) -> float:
+        return float(sum(self.rewards))
+
     def asks(self, question) -> None:
         """The question whose answers `take` gets from now on; its options are the environment's actions, in any order."""
         self.question, self.places = question, [self.env.actions.index(name) for name in question.names]
 
-    def begin(self, seed: int | None = None) -> None:
-        """Reset the environment (to `seed`, where it was used before) and press FIRE where that is due."""
+    def begin(self, seed: int) -> None:
+        """Reset the environment to `seed`, whatever was played in it before, and press FIRE where that is due."""
         self._fill(self.env.reset(seed))
         self._auto_fire()
 

@@ -295,7 +295,7 @@ def test_same_actions_as_the_eager_policy_while_the_batch_shrinks(model, game, f
 
 def test_a_function_of_the_batch_is_padded_and_plays_doom_to_its_end(model):
     asked = question("doom_basic")
-    settings = {"episodes": 2, "max_decisions": 80, "seed": 3, "choose": "sampled"}
+    settings = {"episodes": 2, "max_decisions": 80, "seed": 2, "choose": "sampled"}
     eager = play(lab.EagerStep(model, asked), "doom:basic", **settings)
     static = play(lambda batch: StaticStep(model, asked, batch=batch), "doom:basic", **settings)
     assert [a.tolist() for a in eager.actions] == [a.tolist() for a in static.actions]
