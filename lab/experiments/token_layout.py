@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from lab.tokens import Row, build_row, image_tokens, load_tokenizer
-from lab.workloads import Workload, load_workloads
+from lab.tokens import Row, build_row, image_tokens, load_tokenizer, state_text
+from lab.workloads import Question, Workload, load_workloads
 
 
 def rows_of(workloads: Iterable[Workload], image_size: int = 512, layout: str = "terminator") -> dict[str, Row]:
@@ -51,6 +51,14 @@ def tokens(row: Row) -> list[dict]:
         for segment in row.segments
         for place in range(segment.start, segment.stop)
     ]
+
+
+def cut(question: Question, row: Row) -> list[str]:
+    """What of a question was too long for the budgets of `lab.tokens.build_row`: "the question", names of options."""
+    tokenizer = load_tokenizer()
+    there = tokenizer.decode(row.ids.tolist(), skip_special_tokens=False)
+    texts = {"the question": question.instructions, **dict(zip(question.names, question.rendered, strict=True))}
+    return [name for name, text in texts.items() if state_text(text) not in there]
 
 
 @functools.cache

@@ -7,7 +7,11 @@ import os
 import sys
 from importlib import import_module
 
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "Explorer": "lab.widgets.explorers",
+    "tokens": "lab.widgets.explorers",
+    "latency": "lab.widgets.explorers",
+}
 
 __all__ = ["interactive", *_LAZY]
 

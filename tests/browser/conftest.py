@@ -33,6 +33,7 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 REQUIRED = os.environ.get("REFRAIN_BROWSER") == "required"
 START_S = 60
+WIDTH, HEIGHT = 1250, 950
 SETTINGS = {  # nothing pops up, the theme follows what the page prefers
     "notification": {"fetchNews": "false", "checkForUpdates": False},
     "themes": {"adaptive-theme": True},
@@ -162,7 +163,7 @@ class Jupyter:
         cell = next(c for c in source.cells if "parameters" in c.metadata.get("tags", []))
         cell.source += "".join(f"\n{key} = {value!r}" for key, value in parameters.items())
         nbformat.write(source, path)
-        page = self.browser.new_page(viewport={"width": 1250, "height": 950}, color_scheme="light")
+        page = self.browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
         page.set_default_timeout(30_000)
         self.notebook = Notebook(page, name, self.shots_folder)
         page.goto(f"{self.address}/doc/tree/{path.name}?token={self.token}&reset")
@@ -218,13 +219,17 @@ class Notebook:
         self.page.emulate_media(color_scheme=name)
         light = {"light": "true", "dark": "false"}[name]
         self.page.locator(f"body[data-jp-theme-light='{light}']").wait_for(state="attached")
+        self.page.locator("#jupyterlab-splash").wait_for(state="detached")
 
     def shots(self, name: str, selector: str) -> list[Path]:
         """Pictures of the first element that `selector` finds, in the light and in the dark theme."""
-        paths = []
+        element, paths = self.page.locator(selector).first, []
+        height = element.bounding_box()["height"]
+        self.page.set_viewport_size({"width": WIDTH, "height": int(max(HEIGHT, height + 200))})  # else it is cut off
         for theme in ("light", "dark"):
             self.theme(theme)
             paths.append(self.shots_folder / f"{name}-{theme}.png")
-            self.page.locator(selector).first.screenshot(path=paths[-1])
+            element.screenshot(path=paths[-1])
         self.theme("light")
+        self.page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
         return paths
