@@ -1,5 +1,6 @@
 """Atari games through gymnasium's ALE v5 environments at their defaults: frameskip 4, sticky actions 0.25."""
 
+from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
 
@@ -42,7 +43,7 @@ class Atari:
             raise unknown("Atari game", game, known)
         gymnasium, ale_py = _emulator()
         try:
-            self._env = gymnasium.make(f"ALE/{game}-v5", full_action_space=full_actions)
+            self._env = gymnasium.make(f"ALE/{game}-v5", full_action_space=full_actions, disable_env_checker=True)
         except (OSError, gymnasium.error.Error, RuntimeError) as error:
             raise InputError(
                 f"The ROM of {game} cannot be loaded ({error}); reinstall ale-py, which brings it."
@@ -64,6 +65,18 @@ class Atari:
             raise InputError(f"{self.source} has no action {action!r}; it has 0 to {len(self.actions) - 1}.")
         frame, reward, terminated, truncated, _ = self._env.step(action)
         return frame, float(reward), terminated or truncated
+
+    def bare(self) -> Callable[[int], tuple[np.ndarray, bool]]:
+        """The emulator's own step and screen read, past gymnasium and this class: action -> (frame, ended)."""
+        inner = self._env.unwrapped
+        ale, codes, held = inner.ale, inner._action_set, range(self._env.spec.kwargs["frameskip"])
+
+        def step(action: int) -> tuple[np.ndarray, bool]:
+            for _ in held:
+                ale.act(codes[action])
+            return ale.getScreenRGB(), ale.game_over()
+
+        return step
 
     @property
     def lives(self) -> int:

@@ -1,6 +1,7 @@
 """Doom scenarios through ViZDoom: 320 x 240 RGB24, every action held 4 tics, the window hidden."""
 
 import tempfile
+from collections.abc import Callable
 from contextlib import chdir
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from lab.envs import EmulatorMissing, unknown
 from lab.errors import InputError
 
 SEVERAL_PLAYERS = ("cig", "multi", "multi_duel")  # these wait for a host
+FIRST_MAP = {"doom": "E1M1", "freedoom1": "E1M1"}  # named by episode; ViZDoom's own map01 would never open an episode
 
 
 def scenarios() -> list[str]:
@@ -48,6 +50,8 @@ class Doom:
         self._game = game = vizdoom.DoomGame()
         try:
             game.load_config(str(Path(vizdoom.scenarios_path) / f"{scenario}.cfg"))
+            if scenario in FIRST_MAP:
+                game.set_doom_map(FIRST_MAP[scenario])
             game.set_window_visible(False)
             game.set_screen_format(vizdoom.ScreenFormat.RGB24)
             game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
@@ -89,6 +93,18 @@ class Doom:
         reward = self._game.make_action(action, self._tics)
         ended = self._game.is_episode_finished()
         return (self._last if ended else self._frame()), float(reward), ended
+
+    def bare(self) -> Callable[[list[int]], tuple[np.ndarray | None, bool]]:
+        """The engine's own step and screen read, past this class: 0/1 list -> (frame, or None at the end; ended)."""
+        game, tics = self._game, self._tics
+
+        def step(buttons: list[int]) -> tuple[np.ndarray | None, bool]:
+            game.make_action(buttons, tics)
+            if game.is_episode_finished():
+                return None, True
+            return game.get_state().screen_buffer.copy(), False  # the next step draws into the same buffer
+
+        return step
 
     def _frame(self) -> np.ndarray:
         self._last = self._game.get_state().screen_buffer.copy()  # the buffer belongs to the engine
