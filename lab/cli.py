@@ -168,6 +168,23 @@ def question_first(
     _print_result(result, as_json)
 
 
+@bench.command()
+def resume(
+    preset: Preset = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+    out: Out = None,
+    weights: Weights = "default",
+) -> None:
+    """Time the first token of a resumed prompt with and without encoding kept images again; compare the answers."""
+    with _quiet(as_json):
+        from lab.experiments.resume import bench as measure
+
+        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
+    _print_result(result, as_json)
+
+
 @app.command()
 def gpu(
     out: Annotated[Path | None, typer.Option(help="Where the rows go; by default data/measured/<gpu>.")] = None,

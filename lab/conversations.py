@@ -164,8 +164,7 @@ class Server:
         """Rows of each splice of the plan; tower calls whose pictures are not yet in `encoded` are made, and added."""
         for call in planned.calls:
             if not set(call) <= set(encoded):
-                with stage("vision"):
-                    found = self.family.rows([request.frames[number] for number in call])
+                found = self.family.rows([request.frames[number] for number in call])
                 encoded.update(zip(call, found, strict=True))
         return [encoded[s.picture][s.first : s.first + s.stop - s.start] for s in planned.splices]
 

@@ -46,7 +46,7 @@ def run(out: Path | None = None, seed: int = 0) -> int:
 
 
 def _benches(folder: Path, seed: int) -> dict:
-    from lab.experiments import graphs, latency, question_first
+    from lab.experiments import graphs, latency, question_first, resume
 
     # Random weights: the offline package is not there, and time does not depend on them.
     common = {"device": "cuda", "seed": seed, "weights": "random"}
@@ -57,4 +57,5 @@ def _benches(folder: Path, seed: int) -> dict:
     found["graphs"] = lambda: graphs.bench(out=folder / "graphs.rows.jsonl", **common)
     path = folder / "question-first.rows.jsonl"
     found["question-first"] = lambda: question_first.bench(out=path, **common)
+    found["resume"] = lambda: resume.bench(out=folder / "resume.rows.jsonl", **common)
     return found

@@ -232,7 +232,7 @@ def expected_point(prompts, states, prompt, whole_images) -> int:
         common = 0
         while common < min(len(theirs), len(ours) - 1) and theirs[common] == ours[common]:
             common += 1
-        inside = whole_images and 0 < common and ours[common][1] is not None and ours[common - 1][1] is not None
+        inside = whole_images and common > 0 and ours[common][1] is not None and ours[common - 1][1] is not None
         while inside and common > 0 and ours[common - 1][1] is not None:
             common -= 1
         if common == len(theirs) or state.croppable():

@@ -5,6 +5,7 @@ recurrent state. The library keeps the M-RoPE delta as a property of the module;
 step, so that two conversations on one model cannot mix them up.
 """
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -88,6 +89,8 @@ def load(name: str, device: str, dtype: str, seed: int) -> Qwen:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen3_5Config, Qwen3_5Model
 
     if name == "qwen3_5":
+        # The plain implementation of its linear attention is wanted here; the library would call it slow, every time.
+        logging.getLogger("transformers.integrations.hub_kernels").setLevel(logging.ERROR)
         text = {**TEXT, "head_dim": 8, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8}
         text |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
         text |= {"rope_parameters": {**ROPE, "mrope_interleaved": True, "partial_rotary_factor": 1.0}}

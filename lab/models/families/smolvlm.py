@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from lab.caches import content_key
+from lab.clocks import stage
 from lab.models.checkpoints import load_model
 from lab.models.families.base import Family, multiple_of, random_head, spread
 from lab.models.states import TokenState
@@ -38,7 +39,10 @@ class SmolVLM(Family):
         return Picture(content_key(frame), self.model.image_tokens, (config.image_size // config.patch_size) ** 2)
 
     def rows(self, frames) -> list[Tensor]:
-        return list(self.model.images(self.pixels(np.stack(frames))))
+        with stage("resize"):
+            pixels = self.pixels(np.stack(frames))
+        with stage("vision"):
+            return list(self.model.images(pixels))
 
     def hidden(self, ids: Tensor, embeds: Tensor, state: TokenState, tables: dict) -> Tensor:
         found = self.model.language(embeds, cache=state.cache)
