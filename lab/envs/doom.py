@@ -94,12 +94,13 @@ class Doom:
         ended = self._game.is_episode_finished()
         return (self._last if ended else self._frame()), float(reward), ended
 
-    def bare(self) -> Callable[[list[int]], tuple[np.ndarray | None, bool]]:
-        """The engine's own step and screen read, past this class: 0/1 list -> (frame, or None at the end; ended)."""
-        game, tics = self._game, self._tics
+    def bare(self) -> Callable[[int | list[int]], tuple[np.ndarray | None, bool]]:
+        """The engine's own step and screen read, past this class: action -> (frame, or None at the end; ended)."""
+        game, tics, count = self._game, self._tics, len(self.actions)
+        alone = [[int(button == one) for button in range(count)] for one in range(count)]
 
-        def step(buttons: list[int]) -> tuple[np.ndarray | None, bool]:
-            game.make_action(buttons, tics)
+        def step(action: int | list[int]) -> tuple[np.ndarray | None, bool]:
+            game.make_action(action if isinstance(action, list) else alone[action], tics)
             if game.is_episode_finished():
                 return None, True
             return game.get_state().screen_buffer.copy(), False  # the next step draws into the same buffer
