@@ -24,7 +24,7 @@ lab: $(INSTALLED)
 
 # Runs with what the machine has: no environment is made, and the tests' own fixtures (which need Jupyter) stay out.
 gpu:
-	@if $(PYTHON) -c 'import pytest' 2>/dev/null; then $(PYTHON) -m pytest --noconftest -m cuda tests/test_static.py; \
+	@if $(PYTHON) -c 'import pytest' 2>/dev/null; then $(PYTHON) -m pytest --noconftest -m cuda tests/test_static.py tests/test_families.py; \
 	    else echo "pytest is not installed: the benches alone compare the answers"; fi
 	@$(PYTHON) -m lab.cli gpu $(if $(OUT),--out "$(OUT)")
 

@@ -264,7 +264,9 @@ def test_random_conversations_equal_cold_passes(family, seed, capsys):
         spans = request.prompt.spans
         if event in ("inside", "between") and spans:
             start, stop = spans[int(rng.integers(len(spans)))]
-            server.prefill(request, int(rng.integers(start + 1, stop)) if event == "inside" and stop > start + 1 else stop)
+            server.prefill(
+                request, int(rng.integers(start + 1, stop)) if event == "inside" and stop > start + 1 else stop
+            )
         if event == "evict":
             kept.evict()
         point = expected_point(*zip(*kept._kept, strict=True), request.prompt, family.whole_images) if len(kept) else 0
@@ -279,7 +281,9 @@ def test_random_conversations_equal_cold_passes(family, seed, capsys):
             if event in ("torn", "raises"):
                 point, failures = 0, failures + (point > 0)
             before, held = family.tower_calls, kept.lent
-            reply = server.reply(request, 5, sampling) if event == "raises" else server.reply(request, 5, sampling, draft)
+            reply = (
+                server.reply(request, 5, sampling) if event == "raises" else server.reply(request, 5, sampling, draft)
+            )
         expected = cold.reply(request, 5, sampling)
         planned = plan(request.prompt, point, family.patch_budget)
         assert reply.cached_tokens == point and kept.failures == failures
@@ -430,3 +434,11 @@ def test_at_the_real_shape_a_kept_image_is_not_encoded():
     resumed, cold = server.reply(more, 2), Server(family).reply(more, 2)
     assert (first.tower_calls, resumed.tower_calls, cold.tower_calls) == (1, 0, 1)
     assert resumed.tokens == cold.tokens and resumed.cached_tokens == len(request.prompt) + 1
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_every_family_answers_as_a_cold_pass_does():
+    from lab.experiments.resume import family_lines
+
+    lines = family_lines("cuda")
+    assert [line["equal"] for line in lines] == [line["replies"] for line in lines] and len(lines) == 12
