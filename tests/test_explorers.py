@@ -4,6 +4,7 @@ import sys
 from types import SimpleNamespace
 
 import ipywidgets
+import pandas as pd
 import pytest
 from bs4 import BeautifulSoup
 from PIL import Image
@@ -63,6 +64,8 @@ def test_bad_input_is_a_sentence_above_what_was_shown_last():
     assert text_of(moved.shown[0]) == "5", "what was shown last"
     moved.set(count=1)
     assert moved.error.startswith("ZeroDivisionError"), "a fault of ours is not swallowed either"
+    with pytest.raises(ZeroDivisionError):
+        explorer(show, count=ipywidgets.IntText(1))  # in the cell itself, where it can be seen
     moved.set(count=2)
     assert (moved.error, moved._error.value, moved._shown._dom_classes) == ("", "", ())
     assert [type(part) for part in moved.shown] == [ipywidgets.HTML, ipywidgets.Image]
@@ -228,6 +231,19 @@ def test_bars_and_table_are_those_of_the_choice(rows):
 def test_an_arm_that_a_workload_lacks_is_said_so(rows):
     chosen = widgets.latency(rows)
     chosen.set(workload="doom_basic", arm="split")
-    assert chosen.error == "doom_basic has no arm 'split' in bf16; choose another arm."
+    assert chosen.error == "doom_basic has no arm 'split' in bf16; choose another."
     chosen.set(workload="pong")
     assert chosen.error == ""
+
+
+def test_rows_of_two_dtypes_are_kept_apart(rows):
+    other = rows[rows["title"] == "pong"].copy()
+    other["describe"] = [said | {"dtype": "fp32"} for said in other["describe"]]
+    other["ms"] *= 1000
+    chosen = widgets.latency(pd.concat([rows, other]))
+    quick = [float(line[2].split()[0]) for line in cells(chosen.shown[3])[1:]]
+    chosen.set(dtype="fp32")
+    slow = [float(line[2].split()[0]) for line in cells(chosen.shown[3])[1:]]
+    assert len(slow) == 2 and all(one > 100 * other for one, other in zip(slow, quick, strict=True))
+    chosen.set(workload="doom_basic")
+    assert chosen.error == "doom_basic has no rows in fp32; choose another."

@@ -115,19 +115,27 @@ class Explorer(ipywidgets.VBox):
         if self._timer:
             self._timer.cancel()
         try:
-            self._timer = asyncio.get_running_loop().call_later(self.wait_s, self.refresh)
+            self._timer = asyncio.get_running_loop().call_later(self.wait_s, self._follow)
         except RuntimeError:  # plain Python: there is nothing to wait in
+            self._follow()
+
+    def _follow(self) -> None:
+        try:
             self.refresh()
+        except Exception as error:  # nobody would see it otherwise: the cell ran long ago
+            self._complain(f"{type(error).__name__}: {error}")
+
+    def _complain(self, sentence: str) -> None:
+        self.error = sentence
+        self._error.value = f'<div class="lab-error" role="alert">{escape(sentence)}</div>'
+        self._shown.add_class("lab-stale")
 
     def refresh(self) -> None:
-        """Show what belongs to the controls' values now."""
+        """Show what belongs to the controls' values now; what `show` raises passes through, but for an InputError."""
         try:
             parts = list(self.show(**{key: control.value for key, control in self.controls.items()}))
-        except Exception as error:  # nobody would see it: it happens after the cell has run
-            self.error = str(error) if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-            self._error.value = f'<div class="lab-error" role="alert">{escape(self.error)}</div>'
-            self._shown.add_class("lab-stale")
-            return
+        except InputError as error:
+            return self._complain(str(error))
         self.error = self._error.value = ""
         self._shown.remove_class("lab-stale")
         old = self._shown.children
@@ -264,23 +272,25 @@ def latency(rows: pd.DataFrame) -> Explorer:
     every = "all of them"
 
     @functools.cache
-    def read(dtype: str) -> tuple[dict[str, pd.DataFrame], pd.DataFrame]:
-        part = rows[dtypes == dtype]
-        tables = {title: stages.stage_table(part, title) for title in dict.fromkeys(part["title"])}
-        return tables, stages.differences(part)
+    def read(dtype: str, title: str) -> tuple[pd.DataFrame, pd.DataFrame]:
+        part = rows[(dtypes == dtype) & (rows["title"] == title)]
+        return stages.stage_table(part, title), stages.differences(part)
 
     def show(workload, dtype, arm):
-        tables, compared = read(dtype)
-        tables = {title: table for title, table in tables.items() if workload in (every, title)}
-        compared = compared[compared["workload"].isin(tables)]
+        titles = dict.fromkeys(rows["title"][dtypes == dtype])
+        found = {title: read(dtype, title) for title in titles if workload in (every, title)}
+        tables = {title: table for title, (table, _) in found.items()}
+        compared = pd.concat([differences for _, differences in found.values()]) if found else pd.DataFrame()
         if arm != every:
             there = {title: table for title, table in tables.items() if arm in set(table["arm"])}
             tables = {title: table[table["arm"].isin([stages.BASE, arm])] for title, table in there.items()}
-            compared = compared[compared["arm"] == arm]
         if not tables:
-            raise InputError(f"{workload} has no arm {arm!r} in {dtype}; choose another arm.")
+            raise InputError(
+                f"{workload} has no {'rows' if arm == every else f'arm {arm!r}'} in {dtype}; choose another."
+            )
+        said = [line.sentence for line in compared.itertuples() if arm in (every, line.arm)]
         about = "Median ms of each stage, in brackets its share of the decision; the whole with its 95 % interval."
-        return figures.stage_bars(tables), "\n".join(compared["sentence"]), about, _stages(tables)
+        return figures.stage_bars(tables), "\n".join(said), about, _stages(tables)
 
     arms = [arm for arm in stages.ARMS if arm in set(rows["arm"])]
     choices = {

@@ -67,8 +67,9 @@ def jupyter(tmp_path_factory) -> Iterator["Jupyter"]:
         pytest.skip("playwright is not installed: pip install -e '.[test]'")
     if chromium() is None:
         pytest.skip("there is no chromium: install it (Debian: apt-get install chromium)")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=30_000)
     folder = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(NOTEBOOKS, folder / "notebooks", ignore=shutil.ignore_patterns(".*"))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -195,7 +196,7 @@ class Notebook:
     name: str
     shots_folder: Path
 
-    def run_all(self, timeout_s: float = 60) -> None:
+    def run_all(self, timeout_s: float = 180) -> None:
         """Run every cell and wait for the last; fails with the error's text where a cell fails."""
         self.page.get_by_role("menuitem", name="Run", exact=True).click()
         self.page.locator("[data-command='runmenu:run-all']").click()

@@ -2,67 +2,71 @@
 
 import re
 
+import lab
+from lab.experiments import token_layout
 
-def src(notebook, name: str) -> str:
-    """The address of the explorer's picture: another one whenever the picture's bytes are others."""
-    return notebook.page.locator(f".lab-explorer-{name} img").get_attribute("src")
-
-
-def changed(notebook, name: str, before: str) -> None:
-    notebook.page.wait_for_function(
-        "([name, before]) => document.querySelector(`.lab-explorer-${name} img`).src !== before", arg=[name, before]
-    )
+MORE = " Think of the score, too, before you answer."
 
 
-def number(notebook, name: str, words: str) -> int:
-    return int(re.search(words, notebook.page.locator(f".lab-explorer-{name}").inner_text())[1])
+def tokens_of(more: str, frames: int = 1) -> int:
+    """How many tokens pong's row has with a longer question and so many frames."""
+    pong = lab.load_workloads()["pong"]
+    asked = lab.Question(pong.question.type, pong.question.instructions + more, dict(pong.question.options))
+    return len(token_layout.rows_of([lab.Workload("pong", "", asked, pong.source, frames)])["pong"])
 
 
 def test_an_edited_question_moves_picture_strip_and_cost(jupyter):
+    from playwright.sync_api import expect
+
     notebook = jupyter.open("01_token_layout", profile="smoke")
     notebook.run_all()
     explorer = notebook.page.locator(".lab-explorer-tokens")
-    explorer.scroll_into_view_if_needed()
+    picture, error = explorer.locator("img"), explorer.locator(".lab-error")
     notebook.shots("tokens", ".lab-explorer-tokens")
-    before, tokens = src(notebook, "tokens"), number(notebook, "tokens", r"of its (\d+) tokens")
-    explorer.locator(".lab-instructions textarea").press_sequentially("Think of the score, too, before you answer.")
-    changed(notebook, "tokens", before)
-    explorer.get_by_text(re.compile(r"of its 1[3-9]\d tokens")).wait_for()
-    assert 5 < number(notebook, "tokens", r"of its (\d+) tokens") - tokens < 20
-    before = src(notebook, "tokens")
+
+    before = picture.get_attribute("src")  # another address whenever the picture's bytes are others
+    explorer.locator(".lab-instructions textarea").press("Control+End")
+    explorer.locator(".lab-instructions textarea").press_sequentially(MORE)
+    expect(explorer).to_contain_text(f"of its {tokens_of(MORE)} tokens")
+    expect(picture).not_to_have_attribute("src", before)
+
+    before = picture.get_attribute("src")
     explorer.locator(".lab-frames .noUi-handle").press("ArrowRight")
-    changed(notebook, "tokens", before)
-    explorer.get_by_text(re.compile(r"of its 2[4-6]\d tokens")).wait_for()
+    expect(explorer).to_contain_text(f"of its {tokens_of(MORE, 2)} tokens")
+    expect(picture).not_to_have_attribute("src", before)
 
     explorer.locator(".lab-options textarea").fill("UP")
-    error = explorer.locator(".lab-error")
-    error.wait_for()
-    assert error.inner_text() == "A question needs two or more options, this one has 1: add an alternative."
+    expect(error).to_have_text("A question needs two or more options, this one has 1: add an alternative.")
     notebook.shots("tokens-error", ".lab-explorer-tokens")
 
-    before = src(notebook, "tokens")
     explorer.locator(".lab-workload select").select_option("boxing")
-    changed(notebook, "tokens", before)
+    expect(error).to_have_count(0)
     explorer.locator(".lab-layout select").select_option("question_first")
-    explorer.get_by_text("yours, question first").wait_for()
-    assert error.count() == 0
+    expect(explorer).to_contain_text("yours, question first")
+    expect(explorer).to_contain_text(re.compile(r"readouts 18\b"))
     notebook.shots("tokens-boxing", ".lab-explorer-tokens")
 
 
 def test_a_chosen_workload_and_arm_change_bars_and_table(jupyter):
+    from playwright.sync_api import expect
+
     notebook = jupyter.open("02_latency_breakdown", profile="smoke")
     notebook.run_all()
     explorer = notebook.page.locator(".lab-explorer-latency")
-    explorer.scroll_into_view_if_needed()
+    picture, lines = explorer.locator("img"), explorer.locator("tbody tr")
     notebook.shots("latency", ".lab-explorer-latency")
-    lines = explorer.locator("tbody tr")
-    assert lines.count() == 5 and explorer.locator("thead").inner_text().split()[:2] == ["workload", "arm"]
-    before, total = src(notebook, "latency"), lines.first.inner_text()
+    expect(lines).to_have_count(5)
+    before, causal = picture.get_attribute("src"), lines.first.inner_text().split()
+    assert causal[:2] == ["pong", "causal"]
+
     explorer.locator(".lab-arm select").select_option("split")
-    changed(notebook, "latency", before)
-    explorer.get_by_text("pong: split").wait_for()
-    assert lines.count() == 2 and lines.first.inner_text() == total
+    expect(lines).to_have_count(2)
+    expect(picture).not_to_have_attribute("src", before)
+    assert lines.first.inner_text().split()[:5] == causal[:5], "the arm that all are compared with stays"
+
+    before = picture.get_attribute("src")
     explorer.locator(".lab-workload select").select_option("pong_two_frames")
-    explorer.get_by_text("pong_two_frames: split").wait_for()
-    assert lines.count() == 2 and lines.first.inner_text() != total
+    expect(lines.first).to_contain_text("pong_two_frames")
+    expect(picture).not_to_have_attribute("src", before)
+    assert lines.first.inner_text().split()[2:5] != causal[2:5]
     notebook.shots("latency-split", ".lab-explorer-latency")
