@@ -19,6 +19,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure from the command line, no Jupyter needed.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+train = typer.Typer(help="Train the small models that come with the package anew.", no_args_is_help=True)
+app.add_typer(train, name="train")
 
 Preset = Annotated[str | None, typer.Option(help="smolvlm-256m (the default) or tiny.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
@@ -111,6 +113,61 @@ def duplicates(
         _print_table([{"source": source} | found])
 
 
+@app.command()
+def play(
+    game: Annotated[str | None, typer.Option(help="An Atari game: Pong, Breakout, ...")] = None,
+    scenario: Annotated[str | None, typer.Option(help="A Doom scenario [default: basic].")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="A preset, a checkpoint folder or a hub name [default: pocket].")
+    ] = None,
+    step: Annotated[str, typer.Option(help="static, eager, split, question_first, compiled, ...")] = "static",
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="The backbone's: fp32 or bf16.")] = "fp32",
+    frames: Annotated[int, typer.Option(help="Frames per decision, 1 to 8.")] = 1,
+    choose: Annotated[str, typer.Option(help="greedy, or sampled from the probabilities.")] = "greedy",
+    steps: Annotated[int, typer.Option(help="Decisions to play.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of the episodes.")] = 0,
+    record: Annotated[
+        Path | None, typer.Option(help="Keep the last 600 decisions as a moving picture: out.gif.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Let a model play without a notebook: a line per episode, then a summary; Ctrl-C says what was played."""
+    from lab.experiments import live_play
+    from lab.live import DEFAULT_MODEL, Session, check_settings
+    from lab.moments import check_gif_path
+
+    if game is not None and scenario is not None:
+        raise InputError("Give either --game (Atari) or --scenario (Doom).")
+    if steps < 1:
+        raise InputError(f"--steps is {steps}; give the number of decisions to play, 1 or more.")
+    check_settings(step, frames, seed)
+    if record is not None:
+        check_gif_path(record)
+    source = f"doom:{'basic' if scenario is None else scenario}" if game is None else f"atari:{game}"
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
+
+    try:
+        session = Session(
+            source, model or DEFAULT_MODEL, step, device, dtype, frames, choose, seed, say=lambda w: say(f"{w} ...")
+        )
+    except KeyboardInterrupt:
+        say("stopped before the first decision")
+        raise typer.Exit(130) from None
+    with session:
+        whole = live_play.watch(session, steps, say)
+        found = live_play.summary(session)
+        if not whole:
+            say("stopped from the keyboard")
+        if record is not None and session.decisions:
+            count = session.recording.save_gif(record)
+            say(f"{count} pictures in {record}, {record.stat().st_size / 1e3:.0f} kB")
+    print(json.dumps(found) if as_json else live_play.summary_text(found))
+    raise typer.Exit(0 if whole else 130)
+
+
 @bench.command()
 def latency(
     model: Annotated[str, typer.Option(help="A preset (smolvlm-256m, tiny), a checkpoint folder or a hub name.")] = (
@@ -183,6 +240,23 @@ def resume(
 
         result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
     _print_result(result, as_json)
+
+
+@train.command()
+def pocket(
+    out: Annotated[Path, typer.Option(help="Folder that gets one checkpoint per layout.")] = Path("pocket"),
+    layout: Annotated[
+        list[str] | None, typer.Option(help="terminator or question_first; may be repeated [default: both].")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the games and the order of the examples.")] = 0,
+) -> None:
+    """Teach the pocket model Doom basic, Breakout and Pong from scripted experts: about half an hour on two cores."""
+    from lab.training import Recipe, train
+
+    recipe = Recipe(seed=seed, **({"layouts": tuple(layout)} if layout else {}))
+    print(f"training {' and '.join(recipe.layouts)}; losses as they come: {out / 'training.rows.jsonl'}", flush=True)
+    for name, folder in train(recipe, out).items():
+        print(f"{name}: {folder}")
 
 
 @app.command()

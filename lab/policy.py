@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lab.envs import Env, make
-from lab.errors import InputError
+from lab.errors import InputError, whole
 from lab.models.heads import Decisions
 from lab.steps.padded import PaddedStep
 
@@ -137,12 +137,6 @@ def play(
                 one.take(answer.logits[row], answer.probabilities[row], answer.p_act[row])
             running = _still(running, step)
         return Play([one.episode() for one in everyone], names, environment, batches)
-
-
-def whole(what: str, value, least: int) -> None:
-    """Raise InputError where `value` is no whole number, or below `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise InputError(f"{what} is {value!r}; give a whole number of {least} or more.")
 
 
 def check_choose(choose: str) -> None:

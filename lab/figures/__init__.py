@@ -19,13 +19,16 @@ from lab.figures.base import (
     style,
 )  # fmt: skip
 from lab.figures.duplicates import duplicate_dots, frame_pairs
+from lab.figures.imitation import agreement_dots, score_dots
 from lab.figures.latency import arm_bars, floor_bars, stage_bars, timeline
+from lab.figures.live import live_strip
 from lab.figures.question_first import movement_lines, saving_bars
 from lab.figures.resume import first_token_bars, prompt_strips, saving_growth
 from lab.figures.token_layout import SEGMENT_COLOURS, token_bars
 
 __all__ = [
-    "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION", "arm_bars",
-    "duplicate_dots", "first_token_bars", "floor_bars", "frame_pairs", "label_points", "movement_lines",
-    "new_figure", "prompt_strips", "saving_bars", "saving_growth", "stage_bars", "style", "timeline", "token_bars",
+    "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION",
+    "arm_bars", "duplicate_dots", "first_token_bars", "floor_bars", "frame_pairs", "label_points", "live_strip",
+    "movement_lines", "new_figure", "prompt_strips", "saving_bars", "saving_growth", "stage_bars", "style",
+    "timeline", "token_bars",
 ]  # fmt: skip

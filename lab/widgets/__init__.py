@@ -11,9 +11,10 @@ _LAZY: dict[str, str] = {
     "Explorer": "lab.widgets.explorers",
     "tokens": "lab.widgets.explorers",
     "latency": "lab.widgets.explorers",
+    "Panel": "lab.widgets.panel",
 }
 
-__all__ = ["interactive", *_LAZY]
+__all__ = ["interactive", "play", *_LAZY]
 
 
 def interactive() -> bool:
@@ -21,6 +22,23 @@ def interactive() -> bool:
     if os.environ.get("LAB_HEADLESS") == "1" or "IPython" not in sys.modules:
         return False
     return hasattr(sys.modules["IPython"].get_ipython(), "kernel")
+
+
+def play(source: str = "doom:basic", decisions: int = 40, **settings):
+    """Watch a game being played: the live panel (`Panel`) where somebody can move it, which plays at once; elsewhere a
+    strip of moments of the first `decisions`. `settings` are those of `lab.live.Session`. Raises InputError for settings
+    that cannot be."""
+    if interactive():
+        return import_module("lab.widgets.panel").Panel(source=source, **settings)
+    from lab.live import Session
+    from lab.live_views import strip
+
+    with Session(
+        source, **{name: value for name, value in settings.items() if name not in ("playing", "speed")}
+    ) as session:
+        for _ in range(decisions):
+            session.tick()
+        return strip(session.recording.spread(4), session.facts(), source, session.remark())
 
 
 def __getattr__(name: str):

@@ -1,0 +1,425 @@
+"""One game, played by one step, a decision at a time: what the live panel, notebook 10 and `lab play` stand on.
+
+Light to import: torch comes with the first session.
+"""
+
+import signal
+import threading
+import time
+import weakref
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import NamedTuple
+
+import numpy as np
+
+from lab.envs import Env, make
+from lab.errors import InputError, whole
+from lab.moments import Moment, Recording
+from lab.workloads import MAX_FRAMES, Question, load_workloads
+
+DEFAULT_MODEL = "pocket"
+MODELS = ("pocket", "pocket-question-first", "tiny", "smolvlm-256m")
+DEFAULT_SOURCE = "doom:basic"
+WARM_UPS = 3
+SMALL = 20_000_000  # parameters up to which a second thread costs more than it brings
+KEEP_BYTES = 64_000_000
+
+
+class Kind(NamedTuple):
+    """A way to take decisions: the class in `lab.steps`, the layout it reads, and what it is in a few words."""
+
+    step: str
+    layout: str
+    about: str
+
+
+STEPS = {
+    "static": Kind("StaticStep", "terminator", "fixed shapes; on a GPU one captured graph"),
+    "eager": Kind("EagerStep", "terminator", "everything anew for every decision"),
+    "split": Kind("StaticSplitStep", "terminator", "the text model in two passes, cut after the picture"),
+    "compiled": Kind("CompiledStep", "terminator", "fixed shapes through torch.compile; slow to start"),
+    "question_first": Kind("QuestionFirstStep", "question_first", "the question first, its keys and values kept"),
+    "question_first_compiled": Kind("CompiledQuestionFirstStep", "question_first", "the same through torch.compile"),
+}
+
+
+class Episode(NamedTuple):
+    """One episode as it went; `ended` is False where the cap or a restart cut it."""
+
+    number: int
+    seed: int
+    decisions: int
+    score: float
+    ended: bool
+
+
+class Times:
+    """Times in ms, all that were taken (8 bytes each)."""
+
+    def __init__(self):
+        self._taken = array("d")
+
+    def add(self, ms: float) -> None:
+        self._taken.append(ms)
+
+    def __len__(self) -> int:
+        return len(self._taken)
+
+    def last(self, count: int) -> np.ndarray:
+        return np.array(self._taken[-count:])
+
+    def percentiles(self, last: int | None = None) -> dict[str, float]:
+        """{"p50", "p95", "p99"} of the `last` times (all by default); empty where there are none."""
+        values = self.last(last or len(self._taken))
+        return {f"p{q}": float(np.percentile(values, q)) for q in (50, 95, 99)} if len(values) else {}
+
+    @property
+    def total(self) -> float:
+        return float(np.sum(self._taken))
+
+
+class Session:
+    """One game being played by one step.
+
+    `source` is a game ("atari:Pong", "doom:basic"), `model` a name for `lab.load_model` or a loaded model, `step` a name
+    in `STEPS`, `frames` the frames per decision (1 to 8). `question` is by default the source's own (`question_for`); its
+    options are the game's actions. Episode i is the one that `lab.play(..., seed=seed)` plays as its i-th, by the same
+    rules: auto-fire, `choose` (greedy or sampled), `max_decisions` an episode.
+
+    Building it starts the emulator, loads the model, builds the step and warms it up (capture and compilation fall there):
+    `start_s` holds the seconds by part, and none of them is in `decision_ms`, the times of the decisions. `emulator_ms`
+    holds the game's time per decision, resets left out; `recording` the last moments, up to `keep_bytes`. `say` is told
+    what is going on meanwhile. A small model runs on one thread of torch, whatever the caller's setting, which comes back.
+
+    Raises InputError, with nothing left running, for an unknown game, model, step, device or dtype, for settings out of
+    range, and for a question that the model cannot be asked. One thread at a time may use a session.
+    """
+
+    def __init__(
+        self,
+        source: str = DEFAULT_SOURCE,
+        model=DEFAULT_MODEL,
+        step: str = "static",
+        device: str = "cpu",
+        dtype: str = "fp32",
+        frames: int = 1,
+        choose: str = "greedy",
+        seed: int = 0,
+        question: Question | None = None,
+        max_decisions: int | None = None,
+        keep_bytes: int = KEEP_BYTES,
+        say: Callable[[str], None] = lambda what: None,
+    ):
+        check_settings(step, frames, seed, max_decisions)
+        say("loading torch")
+        import_module("lab.policy").check_choose(choose)
+        self.source, self.kind, self.choose, self.seed, self.frames = source, step, choose, seed, frames
+        self.start_s: dict[str, float] = {}
+        say("starting the game")
+        with self._starts("emulator"):
+            self.env = start_emulator(source)
+        self._close = weakref.finalize(self, self.env.close)  # also when the program ends
+        try:
+            if isinstance(model, str):
+                say("loading the model")
+                with self._starts("model"):
+                    model = import_module("lab.models").load_model(model, device, dtype)
+            self.model, self.threads = model, threads_for(model)
+            self.max_decisions = max_decisions or import_module("lab.policy").MAX_DECISIONS
+            self.keep_bytes, self.step = keep_bytes, None
+            self.restart()
+            say("warming up")
+            self.ask(question or question_for(source, self.env.actions))
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def _starts(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.start_s[what] = self.start_s.get(what, 0.0) + time.perf_counter() - start
+
+    # ---------------------------------------------------------------------------------------------- playing
+
+    def restart(self, seed: int | None = None) -> None:
+        """Begin anew with episode 0, of another seed where one is given; counts, times and the recording start over."""
+        self.seed = self.seed if seed is None else seed
+        self.decisions = 0
+        self.taken: Counter[str] = Counter()
+        self.decision_ms, self.emulator_ms = Times(), Times()
+        self.recording = Recording(self.keep_bytes)
+        self.episodes: list[Episode] = []
+        self._pace: deque[float] = deque(maxlen=40)
+        self._running, self._number = None, -1
+        if self.step is not None:
+            self._begin()
+
+    def ask(self, question: Question) -> None:
+        """Ask another question from now on, in the middle of an episode too: build its step and warm it up.
+
+        Raises InputError, with the old question kept, where it cannot be asked or its options are not the actions.
+        """
+        policy, steps = import_module("lab.policy"), import_module("lab.steps")
+        policy.check_actions(question.names, self.env)
+        attention = self.model.config.option_attention
+        with threads(self.threads):
+            with self._starts("step"):
+                kind = getattr(steps, STEPS[self.kind].step)
+                step = kind(self.model, question, self.frames, option_attention=attention)
+            if self._running is None:
+                self.step = step
+                self._begin()
+            with self._starts("warm_up"):
+                for _ in range(WARM_UPS):
+                    step.decide(self._inputs())
+        step.reset()
+        self.step, self.question = step, question
+        self._running.asks(question)
+
+    def _begin(self) -> None:
+        """The next episode; one that auto-fire alone ended is counted and passed over."""
+        policy = import_module("lab.policy")
+        for _ in range(100):
+            self._number += 1
+            seed, generator = policy.episode_seeds(self.seed, self._number, self.choose)
+            self._running = policy.Running(
+                self.env, seed, self.max_decisions, generator, self.step, auto_fire=True, gate=False, record=False
+            )
+            self._running.begin(seed)
+            self.step.reset()
+            if not self._running.over:
+                return
+            self._finish()
+        raise InputError(f"{self.source} ends before its first decision, every time; it cannot be played.")
+
+    def _finish(self) -> None:
+        one = self._running
+        self.episodes.append(Episode(self._number, one.seed, len(one.actions), one.score, one.ended))
+
+    def _inputs(self) -> np.ndarray:
+        return np.stack(self._running.window)[None]
+
+    def tick(self) -> Moment:
+        """Take one decision and act on it; an episode that is over is followed by the next."""
+        if self._running.over:
+            self._begin()
+        running = self._running
+        frame = running.window[-1]
+        with threads(self.threads):
+            start = time.perf_counter()
+            answer = self.step.decide(self._inputs())
+            decided = time.perf_counter()
+        running.take(answer.logits[0], answer.probabilities[0], answer.p_act[0])
+        acted = time.perf_counter()
+        self.decisions += 1
+        action = self.env.actions[running.actions[-1]]
+        self.taken[action] += 1
+        self.decision_ms.add(1e3 * (decided - start))
+        self.emulator_ms.add(1e3 * (acted - decided))
+        self._pace.append(acted)
+        moment = replace(
+            self._moment(frame, answer, 1e3 * (decided - start)),
+            action=action,
+            reward=running.rewards[-1],
+            score=running.score,
+            emulator_ms=1e3 * (acted - decided),
+            over=running.over,
+        )
+        self.recording.add(moment)
+        if running.over:
+            self._finish()
+        return moment
+
+    def look(self) -> Moment:
+        """Ask about what is on the screen without acting: a moment with no action, in no count and no figure."""
+        if self._running.over:
+            self._begin()
+        with threads(self.threads):
+            start = time.perf_counter()
+            answer = self.step.decide(self._inputs())
+            spent = time.perf_counter() - start
+        return self._moment(self._running.window[-1], answer, 1e3 * spent)
+
+    def _moment(self, frame: np.ndarray, answer, ms: float) -> Moment:
+        return Moment(
+            number=self.decisions,
+            episode=self._number,
+            frame=frame,
+            names=tuple(answer.names),
+            probabilities=answer.probabilities[0],
+            confidence=float(answer.confidence[0]),
+            p_act=float(answer.p_act[0]),
+            score=self._running.score,
+            decision_ms=ms,
+        )
+
+    # ---------------------------------------------------------------------------------------------- about it
+
+    @property
+    def rate(self) -> float:
+        """Decisions a second of late, emulator, drawing and waiting included: over the last forty at most; 0 at first."""
+        pace = list(self._pace)
+        return (len(pace) - 1) / (pace[-1] - pace[0]) if len(pace) > 1 else 0.0
+
+    def rest(self) -> None:
+        """Play pauses here: the time until it goes on is in no rate."""
+        self._pace.clear()
+
+    @property
+    def score(self) -> float:
+        """The running episode's score so far."""
+        return self._running.score
+
+    @property
+    def unfinished(self) -> Episode | None:
+        """The running episode, where it has taken a decision and is not over."""
+        one = self._running
+        if one is None or one.over or not one.actions:
+            return None
+        return Episode(self._number, one.seed, len(one.actions), one.score, False)
+
+    def facts(self) -> dict:
+        """What is to be read beside a moment: percentiles and last times of decisions (ms), the median of the emulator's,
+        `rate`, `possible` (decisions a second if they were all), decisions, how often each action was taken, episodes."""
+        return {
+            "percentiles": self.decision_ms.percentiles(last=10_000),
+            "times": self.decision_ms.last(120),
+            "emulator_ms": self.emulator_ms.percentiles(last=1000).get("p50", 0.0),
+            "rate": self.rate,
+            "possible": 1e3 / self.decision_ms.last(1000).mean() if len(self.decision_ms) else 0.0,
+            "decisions": self.decisions,
+            "taken": dict(self.taken),
+            "scores": [episode.score for episode in self.episodes],
+        }
+
+    def remark(self) -> str:
+        """What keeps the answers from meaning much: untrained weights, a game or layout not trained on; else empty."""
+        return remark(self.model, self.source, self.kind, self.frames)
+
+    def describe(self) -> dict:
+        """The effective configuration, for rows and records."""
+        return {**self.step.describe(), "choose": self.choose, "threads": self.threads, "game": self.env.describe()}
+
+    def close(self) -> None:
+        """Stop the emulator; what was played stays readable."""
+        self._close()
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+
+def check_settings(step: str, frames: int, seed: int, max_decisions: int | None = None) -> None:
+    """Raise InputError for a setting of a session that no game or model would take."""
+    if step not in STEPS:
+        raise InputError(f"Unknown step {step!r}; it is one of {', '.join(STEPS)}.")
+    if isinstance(frames, bool) or not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
+        raise InputError(f"frames is {frames!r}; give a whole number from 1 to {MAX_FRAMES}.")
+    whole("seed", seed, 0)
+    if max_decisions is not None:
+        whole("max_decisions", max_decisions, 1)
+
+
+_STARTING = threading.Lock()
+
+
+def start_emulator(source: str, seed: int = 0) -> Env:
+    """The environment `source`; may be called in any thread.
+
+    One starts at a time: Doom's engine starts in a folder of its own, and the working folder is the whole process's. An
+    engine is a process of the same group, which Jupyter's stop button and Ctrl-C signal as a whole: it is started deaf to
+    that signal, or it would end where only the play should stop.
+    """
+    with _STARTING:
+        if not hasattr(signal, "pthread_sigmask"):
+            return make(source, seed)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the engine
+        try:
+            return make(source, seed)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---------------------------------------------------------------------------------------------- threads of torch
+
+
+def threads_for(model) -> int | None:
+    """1 for a small model on a CPU; None leaves torch's setting alone."""
+    small = sum(parameter.numel() for parameter in model.parameters()) <= SMALL
+    return 1 if small and model.device.type == "cpu" else None
+
+
+@contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """Run the calling thread's torch operations on `count` threads; the setting before comes back."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count in (None, before):
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# ---------------------------------------------------------------------------------------------- games and questions
+
+
+def sources() -> list[str]:
+    """Every game that can be played here: those with a workload of their own first, then all others by name."""
+    from lab.envs import EmulatorMissing, atari, doom
+
+    known = list(dict.fromkeys(workload.source for workload in load_workloads().values()))
+    for kind, names in (("atari", atari.games), ("doom", doom.scenarios)):
+        try:
+            known += [source for name in names() if (source := f"{kind}:{name}") not in known]
+        except EmulatorMissing:
+            known = [source for source in known if not source.startswith(kind)]
+    return known
+
+
+def question_for(source: str, actions: list[str]) -> Question:
+    """The shipped workload's question about `source`; where there is none, one made for its `actions`, with the
+    descriptions that shipped questions give to actions of these names."""
+    workloads = load_workloads().values()
+    for workload in workloads:
+        if workload.source == source and set(workload.question.names) == set(actions):
+            return workload.question
+    told = {name: text for workload in workloads for name, text in workload.question.options}
+    kind, _, name = source.partition(":")
+    where = f"{name} on an Atari" if kind == "atari" else f"the Doom scenario {name}"
+    words = {action: told.get(action, action.lower().replace("_", " ")) for action in actions}
+    return Question("choice", f"You are playing {where}. Which button is the right one now?", words)
+
+
+def remark(model, source: str, step: str, frames: int) -> str:
+    """What keeps a model's answers from meaning much: untrained weights, or a game, layout or number of frames that it was
+    not trained on; empty where there is nothing to say."""
+    if "random" in model.weights:
+        return f"{model.name} is not trained ({model.weights}): its choices mean nothing."
+    trained, said = trained_on(model), []
+    if trained and source not in trained:
+        said.append(
+            f"{model.name} was not trained on {source}, only on {', '.join(trained)}: its choices mean little here."
+        )
+    layout = getattr(model.config, "layout", "terminator")
+    if STEPS[step].layout != layout:
+        said.append(f"{model.name} was trained with the layout {layout}, and {step} reads {STEPS[step].layout}.")
+    if trained and frames > 1:
+        said.append(f"{model.name} was trained on one frame per decision, not on {frames}.")
+    return " ".join(said)
+
+
+def trained_on(model) -> list[str]:
+    return []

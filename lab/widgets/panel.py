@@ -1,0 +1,350 @@
+"""The live panel: a game played by a model, with its answer, times and question beside it.
+
+Play runs in a thread (`lab.player`); what is drawn is a picture, at most 24 times a second, and text, at most ten times.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import anywidget
+import ipywidgets as w
+
+from lab.errors import InputError
+from lab.live import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, question_for, sources
+from lab.live_views import DIM, bars, numbers, strip
+from lab.moments import check_gif_path, encode, picture_format
+from lab.player import SPEED, Player
+from lab.widgets import stop
+from lab.workloads import MAX_FRAMES, Question
+
+HERE = Path(__file__).parent
+PICTURE_S, TEXT_S = 1 / 24, 1 / 10
+SPEEDS = [("1 a second", 1.0), ("2 a second", 2.0), ("5 a second", 5.0), ("10 a second", 10.0), ("20 a second", 20.0),
+          ("30 a second", 30.0), ("60 a second", 60.0), ("as fast as it goes", None)]  # fmt: skip
+SETTINGS = ("source", "model", "step", "device", "dtype", "frames", "choose", "seed")
+KEYS = [("space", "play or pause"), ("s →", "step"), ("←", "back"), ("r", "restart"), ("+ −", "speed")]
+
+
+class Keys(anywidget.AnyWidget):
+    """Hears keys pressed in the panel that it stands in; shows nothing."""
+
+    _esm = (HERE / "panel.js").read_text(encoding="utf-8")
+    _css = (HERE / "panel.css").read_text(encoding="utf-8")
+
+
+class Panel(w.VBox):
+    """A live panel on `lab.live.Session(**settings)`; plays at once where `playing`.
+
+    `player` is what plays and can be driven from other cells: `panel.player.pause()`, `.step()`, `.ask(question)`.
+    `close()` frees the emulator and takes the panel away; running its cell again, Jupyter's stop button and the end of the
+    kernel are heard too. Raises InputError for settings that cannot be; what fails later is said in the panel.
+    """
+
+    def __init__(self, playing: bool = True, speed: float | None = SPEED, **settings: Any):
+        known = {"source": DEFAULT_SOURCE, "model": DEFAULT_MODEL, "step": "static", "device": "cpu", "dtype": "fp32",
+                 "frames": 1, "choose": "greedy", "seed": 0}  # fmt: skip
+        settings = known | settings
+        check_settings(*(settings[key] for key in ("step", "frames", "seed")))
+        self._quiet, self._due = False, {"picture": 0.0, "text": 0.0}
+        self._format, self._names, self._begun = None, None, False
+        super().__init__([*self._face(speed), self._drawers(settings)])
+        self.add_class("refrain-panel")
+        self.player = Player(settings, self._show, playing, speed)
+        stop.watch(self)
+
+    # ---------------------------------------------------------------------------------------------- what it is made of
+
+    def _face(self, speed: float | None) -> list[w.Widget]:
+        self._head, self._note = w.HTML(), w.HTML()
+        self._image = _named(w.Image(value=b""), "refrain-frame", "refrain-hide")
+        self._asked, self._bars = _named(w.HTML(), "refrain-question"), _named(w.HTML(), "refrain-bars")
+        self._numbers = _named(w.HTML(), "refrain-numbers")
+        screen = _named(w.HBox([self._image]), "refrain-screen")
+        answer = _named(w.VBox([self._asked, self._bars, self._numbers]), "refrain-answer")
+        self._play = _button("Play", "play", "refrain-play", lambda: self.player.toggle())
+        self._step = _button("Step", "step-forward", "refrain-step", lambda: self.player.step())
+        self._restart = _button("Restart", "refresh", "refrain-restart", lambda: self.player.restart())
+        self._speed = w.SelectionSlider(
+            options=SPEEDS, value=_speed(speed), description="speed", continuous_update=True
+        )
+        self._speed.layout.width = "320px"
+        self._speed.observe(self._heard(lambda value: self.player.set_speed(value)), "value")
+        self._shut = _button("Close", "times", "refrain-close", lambda: self.player.close())
+        self._keys = Keys()
+        self._keys.on_msg(lambda _, content, __: self._key(content.get("key")))
+        buttons = [self._play, self._step, self._restart, _named(self._speed, "refrain-speed"), self._shut]
+        keys = "&ensp;".join(f"<kbd>{escape(key)}</kbd> {what}" for key, what in KEYS)
+        hint = (
+            f'<span style="font-size:12px;{DIM}"><span class="refrain-keys-on">keys are on: {keys}</span>'
+            f'<span class="refrain-keys-off">click the picture, and keys work: {keys}</span></span>'
+        )
+        return [
+            _named(self._head, "refrain-head"),
+            _named(self._note, "refrain-note"),
+            _named(w.HBox([screen, answer]), "refrain-body"),
+            _named(w.HBox(buttons), "refrain-controls"),
+            w.HBox([w.HTML(hint), self._keys]),
+        ]
+
+    def _drawers(self, settings: dict) -> w.Widget:
+        models = [(name, name) for name in MODELS]
+        if settings["model"] not in MODELS:
+            models.append((str(getattr(settings["model"], "name", settings["model"])), settings["model"]))
+        games = list(dict.fromkeys([*sources(), settings["source"]]))
+        self._chosen = {
+            "source": w.Dropdown(options=games, value=settings["source"], description="game"),
+            "model": w.Dropdown(options=models, value=settings["model"], description="model"),
+            "step": w.Dropdown(options=list(STEPS), value=settings["step"], description="step"),
+            "device": w.Dropdown(options=["cpu", "cuda"], value=settings["device"], description="device"),
+            "dtype": w.Dropdown(options=["fp32", "bf16"], value=settings["dtype"], description="dtype"),
+            "frames": w.Dropdown(options=range(1, MAX_FRAMES + 1), value=settings["frames"], description="frames"),
+            "choose": w.Dropdown(options=["greedy", "sampled"], value=settings["choose"], description="choose"),
+            "seed": w.BoundedIntText(settings["seed"], min=0, max=2**31 - 1, description="seed"),
+        }
+        for name, field in self._chosen.items():
+            _named(field, f"refrain-{name}").observe(
+                self._heard(lambda value, name=name: self._set(name, value)), "value"
+            )
+            field.layout.width = "270px"
+        self._instructions = _named(w.Textarea(rows=3, continuous_update=True), "refrain-instructions")
+        self._instructions.layout.width = "98%"
+        self._options = _named(w.Box(), "refrain-options")
+        self._texts: dict[str, w.Text] = {}
+        self._instructions.observe(self._heard(lambda _: self._typed()), "value")
+        ask = _button("Ask this", "question", "refrain-ask", lambda: self._typed(now=True))
+        original = _button("Original question", "undo", "refrain-original", self._original)
+        told = w.HTML(
+            f'<span style="font-size:12px;{DIM}">Pause, then type: the bars move as you do, over the same picture; red '
+            "lines are the answer before. Words that the model was not trained on move it in ways that need not make "
+            "sense.</span>"
+        )
+        self._place = w.IntSlider(0, 0, 0, description="decision", continuous_update=True, readout=False)
+        self._place.layout.width = "420px"
+        self._place.observe(self._heard(lambda value: self.player.view(value)), "value")
+        self._episode = w.Dropdown(options=[("none yet", None)], description="episode")
+        self._episode.observe(self._heard(self._jump), "value")
+        self._where, self._saved = w.HTML(), w.HTML()
+        self._path = w.Text("play.gif", description="file", continuous_update=False)
+        save = _button("Save as GIF", "save", "refrain-save", lambda: self.player.do(self._save))
+        seek = [_named(self._episode, "refrain-episode"), _named(self._place, "refrain-scrub"), self._where]
+        keep = [_named(self._path, "refrain-path"), save, self._saved]
+        tabs = w.Accordion(
+            [
+                _named(w.HBox(list(self._chosen.values())), "refrain-row"),
+                w.VBox([told, self._instructions, self._options, _named(w.HBox([ask, original]), "refrain-row")]),
+                w.VBox([_named(w.HBox(seek), "refrain-row"), _named(w.HBox(keep), "refrain-row")]),
+            ],
+            titles=("Game, model, step", "Change the question", "Replay and save"),
+            selected_index=None,
+        )  # fmt: skip
+        return _named(tabs, "refrain-drawers")
+
+    # ---------------------------------------------------------------------------------------------- what is asked of it
+
+    def _heard(self, act):
+        """An observer that acts on a change made by hand, and not on those made here."""
+        return lambda change: None if self._quiet else act(change["new"])
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
+
+    def _key(self, name: str | None) -> None:
+        if name in ("toggle", "step", "back", "restart"):
+            getattr(self.player, name)()
+        elif name in ("faster", "slower"):
+            place = self._speed.index + (1 if name == "faster" else -1)
+            self._speed.index = min(max(place, 0), len(SPEEDS) - 1)
+
+    def _set(self, name: str, value: Any) -> None:
+        if name == "seed":
+            self.player.restart(value)
+        else:
+            self.player.change(**{name: value})
+
+    def _typed(self, now: bool = False) -> None:
+        session = self.player.session
+        if session is None:
+            return
+        texts = {name: field.value for name, field in self._texts.items()}
+        try:
+            self.player.ask(Question(session.question.type, self._instructions.value, texts), typing=not now)
+        except InputError as error:
+            self._say(str(error))
+
+    def _original(self) -> None:
+        session = self.player.session
+        if session is not None:
+            question = question_for(session.source, session.env.actions)
+            with self._quietly():
+                self._fill(question)
+            self.player.ask(question)
+
+    def _jump(self, number: int | None) -> None:
+        def seek(player: Player) -> None:
+            places = player.session.recording.episodes().get(number) if player.session else None
+            if places:
+                player.view(places.start)
+
+        self.player.do(seek)
+
+    def _save(self, player: Player) -> None:
+        try:
+            path = check_gif_path(self._path.value)
+            if player.session is None:
+                raise InputError("There is nothing to save yet.")
+            recording = player.session.recording
+            seen = None if player.moment is None else player.moment.episode
+            count = recording.save_gif(path, recording.episodes().get(seen))
+            self._saved.value = f"saved {count} pictures, {path.stat().st_size / 1e3:.0f} kB, in {escape(str(path))}"
+        except InputError as error:
+            self._saved.value = escape(str(error))
+
+    def close(self) -> None:
+        """Stop the play, free the emulator, and take the panel away."""
+        if getattr(self, "player", None) is not None:
+            self.player.close()
+        super().close()
+
+    # ---------------------------------------------------------------------------------------------- drawing
+
+    def _show(self, player: Player, urgent: bool) -> None:
+        """Draw what has changed; in the player's thread."""
+        if not hasattr(self, "player"):
+            self.player = player  # its thread may be faster than __init__
+        start = time.perf_counter()
+        drawn = player.moment is not None and self._is_due("picture", PICTURE_S, start, urgent)
+        if drawn:
+            frame = player.moment.frame
+            if urgent or self._format is None:
+                self._format = picture_format(frame)
+            self._image.format, self._image.value = self._format, encode(frame, self._format)
+        if self._is_due("text", TEXT_S, start, urgent):
+            self._write(player)
+            if urgent:
+                self._arrange(player)
+        if drawn and not urgent:
+            player.draw_ms.add(1e3 * (time.perf_counter() - start))
+
+    def _is_due(self, what: str, every: float, now: float, urgent: bool) -> bool:
+        if not urgent and now < self._due[what]:
+            return False
+        self._due[what] = max(self._due[what] + every, now)
+        return True
+
+    def _write(self, player: Player) -> None:
+        session, moment = player.session, player.moment
+        if session is None or moment is None:
+            return
+        facts = session.facts()
+        self._bars.value = bars(moment, player.before, facts["taken"])
+        self._numbers.value = numbers(moment, facts, player.draw_ms.percentiles(last=200).get("p50"))
+
+    def _arrange(self, player: Player) -> None:
+        """What changes only when something was asked for: state, buttons, question, recording."""
+        session, state = player.session, player.state
+        self._head.value = _head(player)
+        self._say(player.message or (session.remark() if session else ""), state)
+        playing, closed = state == "playing", state == "closed"
+        if playing and not self._begun:
+            self._begun = True
+            self._keys.send({"begins": True})
+        self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
+        for widget in (self._play, self._step, self._restart, self._speed, self._shut, *self._chosen.values()):
+            widget.disabled = closed
+        if player.moment is not None:
+            self._image.remove_class("refrain-hide")
+        if session is None:
+            return
+        self._asked.value = f'<div style="font-size:12px;{DIM}">{escape(session.question.instructions)}</div>'
+        if self._names != (session.source, session.question.names):
+            with self._quietly():
+                self._fill(session.question)
+            self._names = (session.source, session.question.names)
+        if not playing:
+            self._look_back(player)
+
+    def _fill(self, question: Question) -> None:
+        self._instructions.value = question.instructions
+        if list(self._texts) != question.names:
+            style = {"description_width": "130px"}
+            self._texts = {name: w.Text(description=name, style=style) for name in question.names}
+            for field in self._texts.values():
+                field.layout.width = "330px"
+                field.observe(self._heard(lambda _: self._typed()), "value")
+            self._options.children = tuple(self._texts.values())
+        for name, text in question.options:
+            self._texts[name].value = text
+
+    def _look_back(self, player: Player) -> None:
+        recording, moment = player.session.recording, player.moment
+        episodes = recording.episodes()
+        with self._quietly():
+            self._place.max = max(len(recording) - 1, 0)
+            self._place.value = self._place.max if player.place is None else player.place
+            kept = [(f"{number + 1}: {len(places)} decisions", number) for number, places in episodes.items()]
+            self._episode.options = kept or [("none yet", None)]
+            if moment is not None and moment.episode in episodes:
+                self._episode.value = moment.episode
+        if player.place is not None:
+            done = f"{moment.action}, reward {moment.reward:g}" + (", the episode's last" if moment.over else "")
+            self._where.value = f"decision {moment.number}: {done}"
+        else:
+            self._where.value = f"{len(recording)} kept"
+
+    def _say(self, text: str, state: str = "") -> None:
+        colour = "#d55e00" if state == "failed" else "#e69f00"
+        self._note.value = f'<div style="font-size:12px;color:{colour}">{escape(text)}</div>' if text else ""
+
+    def _repr_mimebundle_(self, **kwargs: Any) -> dict[str, Any]:
+        bundle = super()._repr_mimebundle_(**kwargs)
+        data = bundle[0] if isinstance(bundle, tuple) else bundle
+        session = self.player.session
+        still = "A live panel: open the notebook in JupyterLab and run this cell."
+        if session is not None and len(session.recording):
+            still = strip(session.recording.spread(4), session.facts(), session.source, session.remark()).html
+        data["text/html"] = f"<div>{still}</div>"
+        return bundle
+
+
+def _head(player: Player) -> str:
+    session, settings = player.session, player.settings
+    model = getattr(session.model if session else settings["model"], "name", settings["model"])
+    step = session.step.name if session else settings["step"]
+    where = f"{settings['device']} {settings['dtype']}"
+    frames = f", {settings['frames']} frames" if settings["frames"] > 1 else ""
+    about = f"{model} · {step}{frames} · {where} · {settings['choose']} · seed {settings['seed']}"
+    colour = {"playing": "#009e73", "failed": "#d55e00", "interrupted": "#e69f00"}.get(player.state, "#808080")
+    start = sum(session.start_s.values()) if session else 0.0
+    began = f" · started in {start:.1f} s" if start else ""
+    return (
+        f'<div style="display:flex;gap:10px;align-items:baseline;font-size:13px"><b>{escape(settings["source"])}</b>'
+        f'<span style="{DIM};font-size:12px">{escape(about)}{began}</span><span style="flex:1"></span>'
+        f'<span class="refrain-state" style="color:{colour}">● {player.state}</span></div>'
+    )
+
+
+def _speed(speed: float | None) -> float | None:
+    """The nearest speed that can be chosen."""
+    choices = [value for _, value in SPEEDS if value]
+    return None if speed is None else min(choices, key=lambda value: abs(value - speed))
+
+
+def _named(widget, *classes: str):
+    for name in classes:
+        widget.add_class(name)
+    return widget
+
+
+def _button(text: str, icon: str, name: str, act) -> w.Button:
+    button = _named(w.Button(description=text, icon=icon), name)
+    button.on_click(lambda _: act())
+    return button
