@@ -17,6 +17,15 @@ def games() -> list[str]:
     return sorted(k.removeprefix("ALE/").removesuffix("-v5") for k in gymnasium.registry if k.startswith("ALE/"))
 
 
+def several_players() -> list[str]:
+    """Names of the games whose ROM ale-py ships but for which there is no environment: they need two players or more."""
+    from ale_py.roms import get_all_rom_ids
+
+    known = {game.lower() for game in games()}
+    others = [rom for rom in get_all_rom_ids() if rom.replace("_", "") not in known]
+    return sorted("".join(word.capitalize() for word in rom.split("_")) for rom in others)
+
+
 def _emulator() -> tuple[Any, Any]:
     try:
         import ale_py
@@ -39,6 +48,8 @@ class Atari:
 
     def __init__(self, game: str, seed: int = 0, full_actions: bool = False):
         known = games()
+        if game in several_players():
+            raise InputError(f"The game {game} is for several players; take another, such as {known[0]}.")
         if game not in known:
             raise unknown("Atari game", game, known)
         gymnasium, ale_py = _emulator()

@@ -1,5 +1,6 @@
 """Doom scenarios through ViZDoom: 320 x 240 RGB24, every action held 4 tics, the window hidden."""
 
+import re
 import tempfile
 from collections.abc import Callable
 from contextlib import chdir
@@ -64,7 +65,9 @@ class Doom:
                 game.init()
             self._engine = [child for child in psutil.Process().children() if child not in others]
         except vizdoom.FileDoesNotExistException as error:
-            raise InputError(f"The scenario {scenario} lacks a file: {error} Take another scenario.") from None
+            lost = re.search(r'"(.+)"', str(error))
+            name = Path(lost[1]).name if lost else str(error)
+            raise InputError(f"The scenario {scenario} lacks a file, {name}; take another scenario.") from None
         except vizdoom.ViZDoomErrorException as error:
             raise InputError(f"ViZDoom does not start with the scenario {scenario}: {error}") from None
         self.actions = [button.name for button in game.get_available_buttons()]
