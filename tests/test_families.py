@@ -1,6 +1,7 @@
 """What must hold when a prompt with pictures resumes, over transformers' own classes, tiny and seeded random."""
 
 import functools
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -240,10 +241,19 @@ def expected_point(prompts, states, prompt, whole_images) -> int:
     return best
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_random_conversations_equal_cold_passes(family, seed, capsys):
+def test_twenty_random_conversations_equal_cold_passes(family, capsys):
+    met = sum((converse(family, seed) for seed in range(20)), Counter())
+    assert met["turns"] == 60 and met["resumed"] > 15
+    assert met["failed"] > 1 and met["evicted"] > 1 and met["between"] > 1 and met["drafted"] > 10
+    assert (met["inside"] > 1) == (not family.whole_images), "a resume point inside an image is for runs only"
+    assert met["skipped"] > 10
+
+
+def converse(family, seed: int) -> Counter:
+    """Three random turns, each against a cold pass: what is restored, encoded, spliced and said; what was met, counted."""
+    met = Counter()
     rng = np.random.default_rng([seed, *family.name.encode()])
-    kept = KeptStates(int(rng.choice([ROOM, 30_000, 12_000])))
+    kept = KeptStates(int(rng.choice([ROOM, 90 * token_bytes(family), 50 * token_bytes(family)])))
     server = Server(family, kept, True, str(rng.choice(OPENINGS)), rng.choice([None, 4, 9]))
     cold = Server(family)
     sampling = Sampling(float(rng.choice([0.0, 0.6])), seed)
@@ -260,6 +270,7 @@ def test_random_conversations_equal_cold_passes(family, seed, capsys):
             request = family.request(parts, *asked[-1])
         else:
             request = family.request(parts)
+        failed, evictions, torn = kept.failures, kept.evictions, []
         event = str(rng.choice(["none", "none", "evict", "torn", "raises", "inside", "between"]))
         spans = request.prompt.spans
         if event in ("inside", "between") and spans:
@@ -271,19 +282,20 @@ def test_random_conversations_equal_cold_passes(family, seed, capsys):
             kept.evict()
         point = expected_point(*zip(*kept._kept, strict=True), request.prompt, family.whole_images) if len(kept) else 0
         assert kept.point(request.prompt, family.whole_images) == point
-        failures = kept.failures
+        failures = failed
         with pytest.MonkeyPatch.context() as patch:
             if event == "torn":
-                for _, state in kept._kept:
+                torn = [state for _, state in kept._kept]
+                for state in torn:
                     state.length -= 1  # no layer agrees with it any more
             if event == "raises":
                 patch.setattr(TokenState, "crop", _out_of_memory)
             if event in ("torn", "raises"):
                 point, failures = 0, failures + (point > 0)
             before, held = family.tower_calls, kept.lent
-            reply = (
-                server.reply(request, 5, sampling) if event == "raises" else server.reply(request, 5, sampling, draft)
-            )
+            reply = server.reply(request, 5, sampling, draft * (event != "raises"))
+            for state in torn:
+                state.length += 1
         expected = cold.reply(request, 5, sampling)
         planned = plan(request.prompt, point, family.patch_budget)
         assert reply.cached_tokens == point and kept.failures == failures
@@ -295,6 +307,18 @@ def test_random_conversations_equal_cold_passes(family, seed, capsys):
         assert torch.equal(reply.spliced, expected.spliced[wanted] if wanted.any() else reply.spliced[:0])
         close(reply, expected)
         asked.append((request, reply.tokens))
+        met.update(turns=1, resumed=point > 0, failed=kept.failures - failed, drafted=reply.drafted)
+        met.update(skipped=expected.encoded - reply.encoded, evicted=kept.evictions - evictions)
+        met.update(inside=before_image(request.prompt, point) != point, between=point in {stop for _, stop in spans})
+    return met
+
+
+def token_bytes(family) -> int:
+    """What a kept state takes for each token, roughly."""
+    state = family.empty()
+    ids = torch.arange(3, 43)[None]
+    family.hidden(ids, family.embed(ids), state, family.tables(family.request([ids[0].tolist()]).prompt))
+    return state.bytes // 40
 
 
 def _out_of_memory(state, length):
