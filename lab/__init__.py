@@ -18,13 +18,14 @@ _LAZY = {
     "CompiledStep": "lab.steps",
     "PaddedStep": "lab.steps",
     "FrameFeatures": "lab.caches",
+    "KeptStates": "lab.caches",
     "play": "lab.policy",
     "Arm": "lab.measure",
     "compare": "lab.measure",
     "Run": "lab.records",
 }
 
-_MODULES = {"audit", "figures", "views", "measure", "models", "parity", "records", "roofline", "stats", "steps"}
+_MODULES = {"audit", "figures", "views", "measure", "models", "parity", "records", "resume", "roofline", "stats", "steps"}
 
 __all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
 

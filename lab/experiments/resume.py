@@ -93,7 +93,9 @@ def _conversation(family, settings: dict) -> list[pd.DataFrame]:
         before = family.request(start, before, reply)
         reply = servers[BASE].reply(before, REPLY).tokens
         parts = [again, frames[images - 1], asks]
-        measured, _, _ = _measure(f"{images} image{'s' * (images > 1)}", family, servers, parts, before, reply, settings)
+        measured, _, _ = _measure(
+            f"{images} image{'s' * (images > 1)}", family, servers, parts, before, reply, settings
+        )
         tables += measured
     return tables
 
