@@ -25,7 +25,9 @@ _LAZY = {
     "Run": "lab.records",
 }
 
-_MODULES = {"audit", "figures", "views", "measure", "models", "parity", "records", "resume", "roofline", "stats", "steps"}
+_MODULES = {
+    "audit", "figures", "views", "measure", "models", "parity", "records", "resume", "roofline", "stats", "steps",
+}  # fmt: skip
 
 __all__ = ["InputError", "Question", "Workload", "load_workloads", *_LAZY]
 
