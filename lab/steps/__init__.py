@@ -6,6 +6,7 @@ from typing import Protocol
 from lab.models.heads import Decisions
 from lab.steps.compiled import CompiledQuestionFirstStep, CompiledSplitStep, CompiledStep
 from lab.steps.eager import EagerStep
+from lab.steps.last_answer import LastAnswerStep
 from lab.steps.padded import PaddedStep
 from lab.steps.question_first import QuestionFirstStep
 from lab.steps.split import SplitStep, StaticSplitStep
@@ -18,6 +19,7 @@ __all__ = [
     "CompiledStep",
     "Decisions",
     "EagerStep",
+    "LastAnswerStep",
     "PaddedStep",
     "QuestionFirstStep",
     "SplitStep",
