@@ -1,0 +1,63 @@
+"""How a Snake board looks: a picture for a notebook, coloured text for a terminal."""
+
+import io
+
+import numpy as np
+from rich.console import Console
+from rich.text import Text
+
+from lab.envs.snake import Board, Snake
+
+GROUND, GRID, FOOD = (22, 24, 29), (34, 37, 44), (213, 94, 0)
+HEAD, BODY, TAIL = (230, 159, 0), (86, 180, 233), (0, 114, 178)  # the body fades from BODY to TAIL
+
+
+def colours(game: Snake | Board) -> np.ndarray:
+    """The colour of every cell, uint8 [height, width, 3]."""
+    cells = np.empty((game.height, game.width, 3), np.uint8)
+    cells[:] = GROUND
+    cells[::2, 1::2] = cells[1::2, ::2] = GRID
+    shares = np.linspace(0, 1, max(len(game.body) - 1, 1))[:, None]
+    shades = (1 - shares) * np.array(BODY) + shares * np.array(TAIL)
+    for (x, y), shade in zip(list(game.body)[1:], shades, strict=False):
+        cells[y, x] = shade
+    if game.food is not None:
+        cells[game.food[1], game.food[0]] = FOOD
+    x, y = game.body[0]
+    cells[y, x] = HEAD
+    return cells
+
+
+def picture(game: Snake | Board, scale: int = 12) -> np.ndarray:
+    """The board as a picture, uint8 [height * scale, width * scale, 3]."""
+    return colours(game).repeat(scale, axis=0).repeat(scale, axis=1)
+
+
+def rich_board(game: Snake | Board) -> Text:
+    """The board as text for rich: two characters a cell, in 24-bit colours, one run of text per stretch of a colour."""
+    text = Text(no_wrap=True, end="")
+    for y, row in enumerate(colours(game)):
+        start = 0
+        for x in range(1, len(row) + 1):
+            if x == len(row) or (row[x] != row[start]).any():
+                text.append("  " * (x - start), style=f"on rgb({','.join(map(str, row[start]))})")
+                start = x
+        text.append("\n" if y + 1 < game.height else "")
+    return text
+
+
+class Screen:
+    """Draws to memory what a terminal would be sent: the published loop draws like that in its timed part."""
+
+    def __init__(self, width: int = 80):
+        self.file = io.StringIO()
+        self.console = Console(
+            file=self.file, force_terminal=True, color_system="truecolor", width=width, legacy_windows=False
+        )
+
+    def draw(self, game: Snake | Board, *lines: str) -> str:
+        """The board and lines of text below it, as the characters that a terminal takes."""
+        self.file.seek(0)
+        self.file.truncate()
+        self.console.print(rich_board(game), *(Text(line) for line in lines), sep="\n")
+        return self.file.getvalue()
