@@ -89,28 +89,46 @@ def tokens(as_json: Json = False) -> None:
 def duplicates(
     game: Annotated[str | None, typer.Option(help="An Atari game: Breakout, Pong, ...")] = None,
     scenario: Annotated[str | None, typer.Option(help="A Doom scenario: basic, deadly_corridor, ...")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Every game and scenario there is.")] = False,
     steps: Annotated[int, typer.Option(help="Decisions to play.")] = 2000,
     seed: Annotated[int, typer.Option(help="Seed of environment and policy.")] = 0,
-    policy: Annotated[str, typer.Option(help="one_hot, or for Doom per_button.")] = "one_hot",
+    seeds: Annotated[int, typer.Option(help="How many seeds, from --seed on.")] = 1,
+    policy: Annotated[
+        str, typer.Option(help="Who plays: one_hot, per_button (Doom), no_op, repeat, pocket; several with commas.")
+    ] = "one_hot",
+    workers: Annotated[int | None, typer.Option(help="Processes here [default: one per processor].")] = None,
+    scheduler: Annotated[
+        str | None, typer.Option(help="A Dask scheduler's address, tcp://host:8786: work on its workers instead.")
+    ] = None,
     published_resets: Annotated[
         bool, typer.Option("--published-resets", help="Count frames after a reset as the published figures do.")
     ] = False,
     as_json: Json = False,
+    out: Annotated[
+        Path | None, typer.Option(help="Keep the rows here [default with --all: reports/duplicates.rows.jsonl].")
+    ] = None,
 ) -> None:
-    """Play at random and say how often a frame repeats the one before it, and how many pixels change otherwise."""
-    if (game is None) == (scenario is None):
-        raise InputError("Give either --game (Atari) or --scenario (Doom).")
+    """Say how often a frame repeats an earlier one, and how many pixels change otherwise: of one game, or of all."""
+    if [game is not None, scenario is not None, every].count(True) != 1:
+        raise InputError("Give either --game (Atari) or --scenario (Doom), or --all for every one of them.")
     if steps < 2:
         raise InputError(f"--steps is {steps}; it takes at least 2 to compare a frame with the one before it.")
-    source = f"doom:{scenario}" if game is None else f"atari:{game}"
+    if seeds < 1:
+        raise InputError(f"--seeds is {seeds}; give a whole number of 1 or more.")
+    source = None if every else f"doom:{scenario}" if game is None else f"atari:{game}"
     with _quiet(as_json):
-        from lab.experiments.duplicates import one
+        from lab.experiments import duplicates as experiment
 
-        found = one(source, steps, seed, policy, published_resets)
+        try:
+            found = experiment.survey(
+                source, steps, range(seed, seed + seeds), policy.split(","), out, workers, scheduler, published_resets
+            )
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
     if as_json:
-        print(json.dumps(found))
+        print(json.dumps(found.document))
     else:
-        _print_table([{"source": source} | found])
+        _print_table(found.table)
 
 
 @app.command()

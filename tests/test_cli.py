@@ -123,7 +123,10 @@ def test_tokens_prints_the_published_table(lab):
 def test_duplicates_ends_with_its_json_document(lab):
     code, out, _ = lab("duplicates", "--game", "Pong", "--steps", "60", "--seed", "3", "--json")
     assert code == 0
-    assert set(json.loads(out.splitlines()[-1])) == {"identical", "median_changed"}
+    found = json.loads(out.splitlines()[-1])
+    assert {"identical", "identical_any_lag", "median_changed", "median_changed_if_not_identical"} < set(found)
+    assert set(found["cache_hits"]) == {"1", "2", "8", "64"} and found["steps"] == 60
+    assert found["steps_per_s"] > 0 and found["emulator_steps_per_s"] is None  # no whole block was played
     assert "atari:Pong" in lab("duplicates", "--game", "Pong", "--steps", "60")[1]
 
 

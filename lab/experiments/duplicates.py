@@ -1,115 +1,283 @@
-"""Notebook 05: how often the next frame repeats the one before it, under the published protocol.
+"""Notebook 05: how often a frame repeats an earlier one, over every game there is, several players and seeds.
 
-A random policy plays; every frame that a decision brings is compared with the frame before it, byte for byte. Rows are
-one per compared pair, so that both rules for episode borders can be read from the same rows: the published figures
-count Doom's pair of a new episode's first frame with the last one seen; everywhere else such pairs are left out.
+The work is cells (game, player, seed), each scanned on its own (`lab.experiments.frame_scan`), on as many processors or
+machines as there are (`lab.cells`); rates and intervals are in `lab.experiments.frame_repeats`. The published figures have
+rules of their own: one_hot for Atari and per_button for Doom, seed 0, and in Doom the pair of a new episode's first frame
+with the last one seen counts. Those rules are options here, and give the published figures to the last digit.
 """
 
-import hashlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Sequence
 from contextlib import closing, nullcontext
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
-from lab.envs import POLICIES, Env, Policy, make, play, recorded_frames
+from lab.cells import Cell, run_cells
+from lab.envs import make, recorded_frames
 from lab.errors import InputError
+from lab.experiments import players
+from lab.experiments.frame_repeats import CACHES, counted, readable, scanned, summary
+from lab.experiments.frame_scan import scan
 from lab.published import published
-from lab.records import RowWriter, as_frame
-from lab.stats import share_interval
+from lab.records import RowWriter, as_frame, clean
 
-PROFILES = {
-    "smoke": {"sources": ["atari:Breakout", "doom:basic"], "atari": 300, "doom": 200, "seeds": 1},
-    "standard": {"sources": None, "atari": 2000, "doom": 1000, "seeds": 1},  # None: all that figures are published for
-    "full": {"sources": None, "atari": 2000, "doom": 1000, "seeds": 5},
-}
 PUBLISHED_POLICY = {"atari": "one_hot", "doom": "per_button"}
 
+# seeds: of every game, and of those that figures are published for; others: policies beside one_hot
+PROFILES = {
+    "smoke": {"all": False, "steps": 500, "published_steps": 500, "seeds": 1, "published_seeds": 1},
+    "standard": {"all": True, "steps": 2000, "published_steps": None, "seeds": 1, "published_seeds": 5},
+    "full": {"all": True, "steps": 2000, "published_steps": None, "seeds": 5, "published_seeds": 5},
+}
+EVERY_OUT = Path("reports") / "duplicates.rows.jsonl"
+SMOKE = ("atari:Breakout", "doom:basic")
 
-def run(profile: str = "standard", *, out: Path | str | None = None, seed: int = 0) -> pd.DataFrame:
-    """Play every source of the profile with the published policy and return all rows, one per compared pair.
 
-    Rows hold `source`, `policy`, `seed`, `decision` (from 1), `opens` (the pair spans a reset), `identical`, `changed`
-    (share of pixels of which any channel differs) and `frame` (a fingerprint of the new frame). They are appended to
-    `out` as they are taken. InputError for an unknown profile, source or seed, before anything is played.
+# --- what to scan -------------------------------------------------------------------------------------------------------
+
+
+def every_source() -> list[str]:
+    """Every ROM that ale-py ships and every scenario that ViZDoom ships, playable or not. EmulatorMissing without them."""
+    from lab.envs import atari, doom
+
+    games = [*atari.games(), *atari.several_players()]
+    scenarios = [*doom.scenarios(), *doom.SEVERAL_PLAYERS]
+    return [f"atari:{name}" for name in sorted(games)] + [f"doom:{name}" for name in sorted(scenarios)]
+
+
+def cells_of(sources: list[str], policies: list[str], seeds: list[int], steps: int) -> list[Cell]:
+    """The cells of all combinations; a player that cannot play a game has none there. InputError for what cannot be."""
+    check_steps(steps)
+    for policy in policies:
+        if policy not in players.PLAYERS:
+            raise InputError(f"Unknown policy {policy!r}; choose one of {', '.join(players.PLAYERS)}.")
+    able = {(source, policy) for policy in policies for source in sources if _can(policy, source)}
+    return [
+        {"source": source, "policy": policy, "seed": seed, "steps": steps}
+        for policy in policies
+        for seed in seeds
+        for source in sources
+        if (source, policy) in able
+    ]
+
+
+def _can(policy: str, source: str) -> bool:
+    try:
+        players.check(policy, source)
+    except InputError:
+        return False
+    return True
+
+
+def check_steps(steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
+        raise InputError(f"{steps!r} steps were asked for; give at least 2, to have frames to compare.")
+
+
+def plan(profile: str, seed: int = 0) -> list[Cell]:
+    """The cells of a profile, those with published figures first."""
+    if profile not in PROFILES:
+        raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
+    chosen = PROFILES[profile]
+    known = published("duplicates")
+    if not chosen["all"]:
+        known = known[known.source.isin(SMOKE)]
+    cells: list[Cell] = []
+    for line in known.itertuples():
+        steps = chosen["published_steps"] or line.decisions
+        cells += cells_of([line.source], [line.policy], list(range(seed, seed + chosen["published_seeds"])), steps)
+    named = list(known.source)
+    for policy in ("one_hot", "no_op", "repeat", players.MODEL_POLICY):
+        sources = every_source() if chosen["all"] and (policy == "one_hot" or profile == "full") else named
+        if policy != players.MODEL_POLICY or _taught():
+            cells += cells_of(sources, [policy], list(range(seed, seed + chosen["seeds"])), chosen["steps"])
+    return [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
+
+
+def _taught() -> bool:
+    """Whether the model that plays has been trained and is here."""
+    return bool(players.taught_games(players.MODEL_POLICY))
+
+
+# --- scanning -----------------------------------------------------------------------------------------------------------
+
+
+def run(
+    profile: str = "standard",
+    *,
+    out: Path | str | None = None,
+    seed: int = 0,
+    workers: int | None = None,
+    scheduler: str | None = None,
+) -> pd.DataFrame:
+    """Scan every cell of the profile and return a row per cell (see `frame_scan.scan`), appended to `out` as it ends.
+
+    What cannot be played is said in `.attrs["about"]`, a line each of the kind "skipped" or "failed", with the reason.
+    InputError for an unknown profile or seed and for missing emulators, before anything is played.
     """
     if profile not in PROFILES:
         raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
-    settings = PROFILES[profile]
-    sources = settings["sources"] or list(published("duplicates").source)
-    for source in sources:
+    for source in SMOKE:
         with closing(make(source, seed)):
-            pass  # a missing emulator or file is told before the first minute is spent
-    lines: list[dict[str, Any]] = []
+            pass  # a missing emulator is told before the first minute is spent
+    return scan_all(plan(profile, seed), out=out, workers=workers, scheduler=scheduler)
+
+
+def scan_all(cells: list[Cell], **how: Any) -> pd.DataFrame:
+    """Scan cells as `lab.cells.run_cells` does, which takes the rest of the arguments."""
+    return run_cells(scan, cells, title="scanning games", **how)
+
+
+def scan_one(
+    source: str, steps: int = 2000, seed: int = 0, policy: str = "one_hot", out: Path | str | None = None
+) -> pd.DataFrame:
+    """Scan one game in this process: its row, as a table, appended to `out`. InputError for what cannot be."""
+    check_steps(steps)
+    cell = {"source": source, "policy": policy, "seed": seed, "steps": steps}
     with RowWriter(out) if out is not None else nullcontext() as writer:
-        for source in sources:
-            kind = source.split(":")[0]
-            for each in range(seed, seed + settings["seeds"]):
-                arm = [
-                    writer.append(line) if writer else line
-                    for line in _lines(source, settings[kind], each, PUBLISHED_POLICY[kind])
-                ]
-                same = sum(line.get("identical", False) for line in arm)
-                print(f"{source}, seed {each}: {same} of {settings[kind]} frames repeat", file=sys.stderr, flush=True)
-                lines += arm
-    return as_frame(lines)
+        row = {**cell, **scan(cell)}
+        return as_frame([writer.append(row) if writer else clean(row)])
 
 
 def one(
     source: str, steps: int = 2000, seed: int = 0, policy: str = "one_hot", published_resets: bool = False
-) -> dict[str, float]:
-    """Play one source and return {"identical", "median_changed"}: both are shares, rounded as published, to 5 decimals.
+) -> dict[str, Any]:
+    """Scan one game here and return what `found_of` does, for instance {"identical": 0.0125, ...}.
 
-    `identical` is the share of compared frames equal to the one before; `median_changed` the median share of changed
-    pixels over all compared pairs, identical ones included. `published_resets` counts Doom's pairs across a reset.
-    InputError for an unknown source, policy or seed, fewer than two steps, and per_button outside Doom.
+    InputError for an unknown source, policy or seed, fewer than two steps, and a player that cannot play the game.
     """
-    rows = as_frame(list(_lines(source, steps, seed, policy)))
-    found = summary(rows, published_resets).iloc[0]
-    return {"identical": round(float(found.identical), 5), "median_changed": round(float(found.median_changed), 5)}
+    return found_of(summary(scan_one(source, steps, seed, policy), published_resets).iloc[0])
 
 
-def _start(source: str, steps: int, seed: int, policy: str) -> tuple[Env, Policy]:
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 2:
-        raise InputError(f"{steps!r} steps were asked for; give at least 2, to have frames to compare.")
-    if policy not in POLICIES:
-        raise InputError(f"Unknown policy {policy!r}; choose one of {', '.join(POLICIES)}.")
-    env = make(source, seed)
-    try:
-        return env, POLICIES[policy](env, seed)
-    except InputError:
-        env.close()
-        raise
+def found_of(line: pd.Series) -> dict[str, Any]:
+    """A line of `frame_repeats.summary` as it is printed: shares rounded as published, to 5 decimals.
+
+    {"identical", "identical_any_lag", "median_changed", "median_changed_if_not_identical" (None where all are), "cache_hits"
+    (by size), "steps", "steps_per_s", "emulator_steps_per_s" (None where it was not measured)}.
+    """
+
+    def rounded(name: str, digits: int = 5) -> float | None:
+        return None if np.isnan(line[name]) else round(float(line[name]), digits)
+
+    return {
+        "identical": rounded("identical"),
+        "identical_any_lag": rounded("any_lag"),
+        "median_changed": rounded("median_changed"),
+        "median_changed_if_not_identical": rounded("median_changed_otherwise"),
+        "cache_hits": {str(k): rounded(f"cache_{k}") for k in CACHES},
+        "steps": int(line.decisions),
+        "steps_per_s": rounded("steps_per_s", 1),
+        "emulator_steps_per_s": rounded("emulator_steps_per_s", 1),
+    }
 
 
-def _lines(source: str, steps: int, seed: int, policy: str) -> Iterator[dict[str, Any]]:
-    """The rows of one arm as they are played, after a line that tells how the environment is set."""
-    env, act = _start(source, steps, seed, policy)
-    with closing(env):
-        yield {"about": {"kind": "frames", "policy": policy, "seed": seed, **env.describe()}}
-        # Atari shows an episode's last frame and then, with no decision in between, the next one's first: that pair is
-        # no decision's doing. Doom shows no last frame: the decision that ends an episode brings the next one's first.
-        counted = (pair for pair in _pairs(play(env, act)) if not (pair["opens"] and env.terminal_frame))
-        for decision, pair in enumerate(islice(counted, steps), start=1):
-            yield {"source": source, "policy": policy, "seed": seed, "decision": decision, **pair}
+# --- from the command line ----------------------------------------------------------------------------------------------
 
 
-def _pairs(frames: Iterator[tuple[np.ndarray, bool]]) -> Iterator[dict[str, Any]]:
-    """Compare each of the (frame, opens) with the one before: dicts of opens, identical, changed, frame."""
-    previous, _ = next(frames)
-    for frame, opens in frames:
-        changed = changed_pixels(previous, frame)
-        yield {
-            "opens": opens,
-            "identical": not changed.any(),
-            "changed": float(changed.mean()),
-            "frame": hashlib.blake2b(frame.tobytes(), digest_size=8).hexdigest(),
-        }
-        previous = frame
+class Survey(NamedTuple):
+    """What `lab duplicates` prints: a table as dicts, or a document."""
+
+    table: list[dict[str, Any]]
+    document: dict[str, Any]
+
+
+def survey(
+    source: str | None,
+    steps: int,
+    seeds: Sequence[int],
+    policies: Sequence[str],
+    out: Path | str | None = None,
+    workers: int | None = None,
+    scheduler: str | None = None,
+    published_resets: bool = False,
+) -> Survey:
+    """Scan one game, or all of them (`source` None), and say what was found; rows go to `out` as they finish.
+
+    One cell is scanned in this process; several, and all that go to a scheduler, as cells. Of all games the rows are kept
+    even where no `out` is named, so that a run that was stopped can go on. InputError, before any work, for what cannot be.
+    """
+    check_steps(steps)
+    if any(seed < 0 for seed in seeds):
+        raise InputError(f"The seed is {min(seeds)}; give a whole number from 0 to {2**31 - 1}.")
+    if source is not None:
+        for policy in policies:
+            players.check(policy, source)
+        with closing(make(source, seeds[0])):
+            pass
+    sources = [source] if source is not None else every_source()
+    out = EVERY_OUT if out is None and source is None else out
+    cells = cells_of(sources, list(policies), list(seeds), steps)
+    if not cells:
+        raise InputError(f"No game can be played by {', '.join(policies)}.")
+    if len(cells) == 1 and scheduler is None:
+        cell = cells[0]
+        say = f"{cell['source']}, {cell['policy']}, seed {cell['seed']}, {steps} decisions"
+        print(f"{say} ...", file=sys.stderr, flush=True)
+        rows = scan_one(cell["source"], steps, cell["seed"], cell["policy"], out)
+        print(f"{say}: {rows.scan_s[0]:.1f} s", file=sys.stderr, flush=True)
+    else:
+        if out is not None:
+            print(f"rows go to {out}; after a stop the same call takes up from there", file=sys.stderr, flush=True)
+        rows = scan_all(cells, out=out, workers=workers, scheduler=scheduler)
+        if rows.empty:
+            raise InputError("No cell could be scanned; the reasons stand above.")
+    table = summary(rows, published_resets)
+    games = [{"source": line.source, "policy": line.policy, **found_of(line)} for _, line in table.iterrows()]
+    if len(games) == 1 and source is not None:
+        return Survey(_upright(table), {k: v for k, v in games[0].items() if k not in ("source", "policy")})
+    left = [{k: v for k, v in line.items() if k != "kind"} for line in rows.attrs["about"] if line["kind"] == "skipped"]
+    failed = [
+        {k: v for k, v in line.items() if k != "kind"} for line in rows.attrs["about"] if line["kind"] == "failed"
+    ]
+    narrow = readable(table).drop(columns=["of the changed", "cache of 2", "cache of 8"])  # a terminal is no page
+    return Survey(narrow.to_dict("records"), {"games": games, "skipped": left, "failed": failed})
+
+
+def _upright(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """One game's line as a table of names and values."""
+    return [{"": name, "value": str(value)} for name, value in readable(table).iloc[0].items()]
+
+
+# --- beside the published figures ---------------------------------------------------------------------------------------
+
+
+def comparison(rows: pd.DataFrame) -> pd.DataFrame:
+    """Measured beside published, one line per published figure that these rows have the cell of, by the published rules.
+
+    source, policy, decisions, seed, `identical`, `published_identical`, `median_changed`, `published_median_changed`,
+    `same` (both agree to the last digit, five decimals) and `identical_without_resets`, by our own rule.
+    """
+    known = published("duplicates")
+    lines = []
+    for row in scanned(rows).itertuples():
+        said = known[
+            (known.source == row.source)
+            & (known.policy == row.policy)
+            & (known.seed == row.seed)
+            & (known.decisions == row.steps)
+        ]
+        for line in said.itertuples():
+            ours, theirs = (np.array(row.changed)[counted(row, rule)] / row.pixels for rule in (False, True))
+            identical, median = round(float((theirs == 0).mean()), 5), round(float(np.median(theirs)), 5)
+            lines.append(
+                {
+                    **{"source": row.source, "policy": row.policy, "decisions": row.steps, "seed": int(row.seed)},
+                    **{"identical": identical, "published_identical": line.identical},
+                    **{"median_changed": median, "published_median_changed": line.median_changed},
+                    "same": identical == line.identical and median == line.median_changed,
+                    "identical_without_resets": float((ours == 0).mean()),
+                }
+            )
+    return pd.DataFrame(lines, columns=_COMPARED)
+
+
+_COMPARED = [
+    "source", "policy", "decisions", "seed", "identical", "published_identical", "median_changed",
+    "published_median_changed", "same", "identical_without_resets",
+]  # fmt: skip
 
 
 def changed_pixels(before: np.ndarray, after: np.ndarray) -> np.ndarray:
@@ -117,134 +285,22 @@ def changed_pixels(before: np.ndarray, after: np.ndarray) -> np.ndarray:
     return (before != after).any(axis=-1)
 
 
-# ------------------------------------------------------------------------------------------------ rows -> results
-
-
-def summary(rows: pd.DataFrame, published_resets: bool = False) -> pd.DataFrame:
-    """One line per source, policy and seed: how many pairs were compared and what share of them is identical.
-
-    `identical`, `low`, `high`: the share with its exact binomial 95 % interval, which takes pairs for independent.
-    `median_changed`: over all pairs; `median_changed_otherwise`: over those that are not identical. `resets`: pairs that
-    span a reset, left out unless `published_resets`.
-    """
-    if missing := {"source", "policy", "seed", "opens", "identical", "changed"} - set(rows.columns):
-        raise InputError(
-            f"These rows lack {', '.join(sorted(missing))}; give rows that 05_duplicate_frames has written."
-        )
-    lines = []
-    for (source, policy, seed), part in rows.groupby(["source", "policy", "seed"], sort=False):
-        kept = part if published_resets else part[~part.opens.astype(bool)]
-        same = kept.identical.astype(bool)
-        share = share_interval(int(same.sum()), len(kept))
-        lines.append(
-            {
-                "source": source,
-                "policy": policy,
-                "seed": int(seed),
-                "decisions": len(part),
-                "resets": int(part.opens.sum()),
-                "compared": len(kept),
-                "identical": share.value,
-                "low": share.low,
-                "high": share.high,
-                "median_changed": float(kept.changed.median()),
-                "median_changed_otherwise": float(kept.changed[~same].median()),
-            }
-        )
-    return pd.DataFrame(lines)
-
-
-def comparison(rows: pd.DataFrame) -> pd.DataFrame:
-    """Measured beside published, one line per source and seed, with the published rule for resets.
-
-    `same` says whether a line with the published seed and count of decisions has the published figures, digit for digit
-    (None where it has another seed or count, and where nothing is published).
-    """
-    measured = summary(rows, published_resets=True)
-    known = published("duplicates").rename(
-        columns={"identical": "published_identical", "median_changed": "published_median_changed"}
-    )
-    table = measured.merge(known, on=["source", "policy", "decisions", "seed"], how="left")
-    equal = (table.identical.round(5) == table.published_identical) & (
-        table.median_changed.round(5) == table.published_median_changed
-    )
-    table["same"] = equal.astype(object).where(table.published_identical.notna(), None)
-    table["identical_without_resets"] = summary(rows).identical
-    return table
-
-
-def readable(table: pd.DataFrame) -> pd.DataFrame:
-    """What `comparison` returns as a table to read: per source (and seed, where there are several), in per cent."""
-
-    def percent(shares: pd.Series, digits: int = 2) -> list[str]:
-        return ["" if pd.isna(share) else f"{100 * share:.{digits}f}" for share in shares]
-
-    same, changed = "equal to the one before (%)", "changed pixels (%)"
-    columns = {
-        (same, "here"): percent(table.identical),
-        (same, "interval"): [f"{a}-{b}" for a, b in zip(percent(table.low, 1), percent(table.high, 1), strict=True)],
-        (same, "published"): percent(table.published_identical),
-        (same, "no resets"): percent(table.identical_without_resets),
-        (changed, "here"): percent(table.median_changed, 3),
-        (changed, "published"): percent(table.published_median_changed, 3),
-        ("", "same"): [{None: "", True: "yes", False: "no"}[agrees] for agrees in table.same],
-    }
-    names = ["source", "seed"] if table.seed.nunique() > 1 else ["source"]
-    return pd.DataFrame(columns).set_index([table[name] for name in names])
-
-
-def answer(table: pd.DataFrame) -> str:
-    """The notebook's answer, computed from what `comparison` returns."""
-    said = []
-    for kind in ("atari", "doom"):
-        part = table[table.source.str.startswith(kind)]
-        if len(part):
-            said.append(
-                f"Under random play {_span(part.identical)} of {kind.capitalize()}'s frames repeat the one before, and a "
-                f"typical frame changes {_span(part.median_changed)} of its pixels."
-            )
-    checked = table[table.same.notna()]
-    if len(checked):
-        said.append(f"{int(checked.same.sum())} of {len(checked)} published rates are met to the last digit.")
-    else:
-        said.append("Nothing is published for these seeds and counts of decisions.")
-    return " ".join(said)
-
-
-def _span(shares: pd.Series) -> str:
-    low, high = f"{shares.min():.1%}", f"{shares.max():.1%}"
-    return low if low == high else f"{low} to {high}"
-
-
-def results(table: pd.DataFrame) -> dict[str, Any]:
-    """What the notebook saves of what `comparison` returns: the answer, and the rates with their intervals."""
-    rates = [
-        {
-            "source": line.source,
-            "seed": line.seed,
-            "identical": share_interval(round(line.identical * line.compared), line.compared),
-            "median_changed": line.median_changed,
-            "identical_without_resets": line.identical_without_resets,
-            "same_as_published": line.same,
-        }
-        for line in table.itertuples()
-    ]
-    return {"answer": answer(table), "rates": rates}
-
-
 def example_pairs(sources: tuple[str, ...] = ("atari:Pong", "doom:deadly_corridor")) -> list[dict[str, Any]]:
-    """Two pairs of each source's shipped recording, the one with the fewest changed pixels and the one with the median.
+    """Three pairs of neighbours from the shipped recordings: identical, nearly so, and mostly changed.
 
-    Each is a dict of `title`, `before`, `after` (uint8 [H, W, 3]) and `changed` (bool [H, W]).
+    The first two are the first source's pairs with the fewest changed pixels, none and then any; the third is the last
+    source's with the most. Each is a dict of `title`, `before`, `after` (uint8 [H, W, 3]) and `changed`
+    (bool [H, W]).
     """
-    found = []
-    for source in sources:
-        frames = recorded_frames(source)
-        shares = [changed_pixels(*pair).mean() for pair in zip(frames, frames[1:], strict=False)]
-        order = np.argsort(shares, kind="stable")
-        for first in (order[0], order[len(order) // 2]):
-            before, after = frames[first], frames[first + 1]
-            changed = changed_pixels(before, after)
-            title = f"{source.partition(':')[2]}, frames {first} and {first + 1}"
-            found.append({"title": title, "before": before, "after": after, "changed": changed})
-    return found
+    pairs = [_neighbours(source) for source in sources]
+    nearly = next(pair for pair in pairs[0] if pair["changed"].any())
+    return [pairs[0][0], nearly, pairs[-1][-1]]
+
+
+def _neighbours(source: str) -> list[dict[str, Any]]:
+    """All pairs of neighbours of a source's shipped recording, those with the fewest changed pixels first."""
+    pairs, frames = [], recorded_frames(source)
+    for first, (before, after) in enumerate(zip(frames, frames[1:], strict=False)):
+        title = f"{source.partition(':')[2]}, frames {first} and {first + 1}"
+        pairs.append({"title": title, "before": before, "after": after, "changed": changed_pixels(before, after)})
+    return sorted(pairs, key=lambda pair: pair["changed"].mean())

@@ -18,7 +18,7 @@ from lab.figures.base import (
     new_figure,
     style,
 )  # fmt: skip
-from lab.figures.duplicates import duplicate_dots, frame_pairs
+from lab.figures.duplicates import change_curves, flip_lines, frame_pairs, recurrence_lines, repeat_dots
 from lab.figures.imitation import agreement_dots, score_dots
 from lab.figures.latency import arm_bars, floor_bars, stage_bars, timeline
 from lab.figures.live import live_strip
@@ -28,7 +28,7 @@ from lab.figures.token_layout import SEGMENT_COLOURS, token_bars
 
 __all__ = [
     "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION",
-    "arm_bars", "duplicate_dots", "first_token_bars", "floor_bars", "frame_pairs", "label_points", "live_strip",
-    "movement_lines", "new_figure", "prompt_strips", "saving_bars", "saving_growth", "stage_bars", "style",
-    "timeline", "token_bars",
+    "agreement_dots", "arm_bars", "change_curves", "first_token_bars", "flip_lines", "floor_bars", "frame_pairs",
+    "label_points", "live_strip", "movement_lines", "new_figure", "prompt_strips", "recurrence_lines", "repeat_dots",
+    "saving_bars", "saving_growth", "score_dots", "stage_bars", "style", "timeline", "token_bars",
 ]  # fmt: skip
