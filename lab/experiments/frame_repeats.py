@@ -14,7 +14,7 @@ import pandas as pd
 
 from lab.errors import InputError
 from lab.experiments.frame_scan import BLOCK
-from lab.stats import MIN_N, Estimate, median_interval, share_interval
+from lab.stats import MIN_N, Estimate, median_interval, share_interval, spell
 
 CACHES = (1, 2, 8, 64)  # frames that a cache of features keeps
 LAGS = tuple(2**i for i in range(11))
@@ -206,7 +206,18 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
             "of the emulator's": ["" if np.isnan(rate) else f"{rate:.2f}" for rate in table.pace],
         }
     )
-    return shown.loc[table.sort_values(["identical", "any_lag"], ascending=False).index]
+    return shown.loc[table.sort_values(["identical", "any_lag"], ascending=False).index].reset_index(drop=True)
+
+
+def intervals(table: pd.DataFrame, percent: Sequence[str] = (), plain: Sequence[str] = ()) -> pd.DataFrame:
+    """`table` with the columns `name`, `name_low`, `name_high` as one text each, shares in `percent` in per cent."""
+    shown = table.copy()
+    for name in (*percent, *plain):
+        found = table[[c for c in (name, f"{name}_low", f"{name}_high") if c in table]].to_numpy(float)
+        shown[name] = [percent_text(*line) if name in percent else spell(*line) for line in found]
+    return shown.drop(
+        columns=[f"{name}_{end}" for name in (*percent, *plain) for end in ("low", "high")], errors="ignore"
+    )
 
 
 def percent_text(value: float, low: float = math.nan, high: float = math.nan) -> str:

@@ -73,9 +73,9 @@ def answer(rates: pd.DataFrame, compared: pd.DataFrame, saved: pd.DataFrame, fli
         if len(part):
             often, games = part.identical > 0.1, "games" if kind == "atari" else "scenarios"
             said.append(
-                f"Under random play {_span(part.identical)} of a frame's successors repeat it in {len(part)} "
+                f"Under random play {_span(part.identical)} of frames repeat the one before, over {len(part)} "
                 f"{kind.capitalize()} {games} (the middle one: {part.identical.median():.1%}; more than a tenth in "
-                f"{int(often.sum())}); {_span(part.any_lag)} repeat some earlier frame (the middle one: "
+                f"{int(often.sum())} of them), and {_span(part.any_lag)} some earlier one (the middle: "
                 f"{part.any_lag.median():.1%})."
             )
     plain = saved[saved.policy == PLAIN]
