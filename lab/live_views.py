@@ -31,7 +31,7 @@ def bars(
         chosen = name == marked
         colour = ORANGE if chosen else BLUE
         line = f'<i style="{_at(earlier[name])};width:2px;background:{VERMILION}"></i>' if name in earlier else ""
-        change = f"{100 * (share - earlier[name]):+.0f}" if name in earlier else ""
+        change = f"{100 * (share - earlier[name]):+.1f}" if name in earlier else ""
         count = change or (f"×{taken[name]}" if taken and taken.get(name) else "")
         weight = "font-weight:600;" if chosen else ""
         cells += [] if compact else [f'<span style="color:{ORANGE}">{"▶" if chosen else ""}</span>']
@@ -59,6 +59,7 @@ def numbers(moment: Moment, facts: dict, draw_ms: float | None = None) -> str:
     p = facts["percentiles"]
     spread = " · ".join(f"{name} {value:.1f}" for name, value in p.items())
     drawing = "" if draw_ms is None else f" · drawing {draw_ms:.1f} ms"
+    rate = f"{facts['rate']:.1f}" if facts["rate"] else "–"
     scores = facts["scores"]
     mean = f" · mean of {len(scores)} {np.mean(scores):.1f}" if scores else ""
     lines = [
@@ -66,10 +67,10 @@ def numbers(moment: Moment, facts: dict, draw_ms: float | None = None) -> str:
         ("decision", f"<b>{moment.decision_ms:.1f} ms</b> {spark(facts['times'])}<br>{spread}"),
         (
             "pace",
-            f'<b class="refrain-rate">{facts["rate"]:.1f}</b> decisions/s '
+            f'<b class="refrain-rate">{rate}</b> decisions/s '
             f'<span style="{DIM}">of {facts["possible"]:.0f} possible</span>',
         ),
-        ("beside it", f'<span style="{DIM}">emulator {facts["emulator_ms"]:.1f} ms{drawing}</span>'),
+        ("not in it", f'<span style="{DIM}">emulator {facts["emulator_ms"]:.1f} ms{drawing}</span>'),
         (
             "episode",
             f"<b>{moment.episode + 1}</b> · score <b>{moment.score:g}</b>{mean} · {facts['decisions']} actions",

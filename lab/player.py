@@ -47,7 +47,7 @@ class Player:
         self.moment: Moment | None = None
         self.before: Moment | None = None
         self.place: int | None = None
-        self.draw_ms = Times()
+        self.draw_ms, self.trouble = Times(), None
         self._wanted, self._due, self._typed = playing, 0.0, None
         self._commands: queue.SimpleQueue = queue.SimpleQueue()
         self._stop, self._interrupted = threading.Event(), threading.Event()
@@ -100,7 +100,7 @@ class Player:
 
     def set_speed(self, speed: float | None) -> None:
         self.speed = speed
-        self._commands.put(lambda: self.show(self, True))
+        self._commands.put(lambda: self._tell(True))
 
     def do(self, work: Callable[["Player"], None]) -> None:
         """Do something with the session between two decisions."""
@@ -143,7 +143,13 @@ class Player:
         if self.session:
             self.session.close()
         self.state, self.message = "closed", ""
-        self.show(self, True)
+        self._tell(True)
+
+    def _tell(self, urgent: bool) -> None:
+        try:
+            self.show(self, urgent)
+        except Exception as error:  # a page that went away, a kernel that ends: no reason to stop playing
+            self.trouble = error
 
     def _next(self) -> Callable[[], None] | None:
         """The next thing asked for, or None where the next decision, or a typed question, is due."""
@@ -162,7 +168,7 @@ class Player:
     def _open(self, settings: dict[str, Any]) -> None:
         def say(what: str) -> None:
             self.message = what
-            self.show(self, True)
+            self._tell(True)
 
         self._wanted = self._wanted or self.state == "playing"
         self.state, self.moment, self.before, self.place, self._typed = "starting", None, None, None, None
@@ -180,7 +186,7 @@ class Player:
         if self._wanted:
             self._play()
         else:
-            self.show(self, True)
+            self._tell(True)
 
     def _change(self, changes: dict[str, Any]) -> None:
         settings = self.settings | changes
@@ -195,7 +201,7 @@ class Player:
             return
         self.state, self.message, self.place, self.before = "playing", "", None, None
         self._due = time.monotonic()
-        self.show(self, True)
+        self._tell(True)
 
     def _rest(self, state: str, message: str = "") -> None:
         self._wanted = False
@@ -203,13 +209,13 @@ class Player:
             return
         self.session.rest()
         self.state, self.message = state, message
-        self.show(self, True)
+        self._tell(True)
 
     def _tick(self) -> None:
         self.moment = self.session.tick()
         now = time.monotonic()
         self._due = now if self.speed is None else max(self._due + 1 / self.speed, now - 1 / self.speed)
-        self.show(self, False)
+        self._tell(False)
 
     def _step(self) -> None:
         if self.session is None:
@@ -221,7 +227,7 @@ class Player:
         self.place = self.before = None
         self._tick()
         self.session.rest()
-        self.show(self, True)
+        self._tell(True)
 
     def _view(self, place: int) -> None:
         if self.session is None or not len(self.session.recording):
@@ -239,7 +245,7 @@ class Player:
         self.session.restart(seed)
         self.draw_ms, self.place, self.before = Times(), None, None
         self.moment = self.session.look()
-        self.show(self, True)
+        self._tell(True)
 
     def _ask(self, question: Question) -> None:
         if self.session is None:
@@ -255,13 +261,13 @@ class Player:
             self.settings["question"], self.message, self.place = question, "", None
             if resting:
                 self.moment = self.session.look()
-        self.show(self, True)
+        self._tell(True)
 
     def _fail(self, why: str) -> None:
         if self.session is not None:
             self.session.close()
         self.session, self.state, self.message, self._wanted = None, "failed", why, False
-        self.show(self, True)
+        self._tell(True)
 
 
 def others_playing() -> str:
@@ -271,7 +277,7 @@ def others_playing() -> str:
 
 
 @atexit.register
-def close_all() -> None:
-    """Free every emulator; so does the end of the program."""
+def close_all(wait_s: float = 10) -> None:
+    """Free every player's emulator; done at the end of the program too."""
     for player in list(_players):
-        player.close()
+        player.close(wait_s)

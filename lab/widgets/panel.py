@@ -23,9 +23,7 @@ from lab.workloads import MAX_FRAMES, Question
 
 HERE = Path(__file__).parent
 PICTURE_S, TEXT_S = 1 / 24, 1 / 10
-SPEEDS = [("1 a second", 1.0), ("2 a second", 2.0), ("5 a second", 5.0), ("10 a second", 10.0), ("20 a second", 20.0),
-          ("30 a second", 30.0), ("60 a second", 60.0), ("as fast as it goes", None)]  # fmt: skip
-SETTINGS = ("source", "model", "step", "device", "dtype", "frames", "choose", "seed")
+SPEEDS = [*((f"{speed}/s", float(speed)) for speed in (1, 2, 5, 10, 20, 30, 60)), ("fastest", None)]
 KEYS = [("space", "play or pause"), ("s →", "step"), ("←", "back"), ("r", "restart"), ("+ −", "speed")]
 
 

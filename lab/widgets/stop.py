@@ -1,12 +1,15 @@
-"""When a live panel must stop by itself: at Jupyter's stop button, and when its cell is run again."""
+"""When a live panel must stop by itself: at Jupyter's stop button, when its cell is run again, when the kernel ends."""
 
+import inspect
 import signal
 import sys
 import weakref
 from typing import Any
 
+from lab.player import close_all
+
 _panels: "weakref.WeakSet[Any]" = weakref.WeakSet()
-_from_cell: dict[str, tuple[str, Any]] = {}
+_from_cell: dict[str, tuple[str, list]] = {}  # by cell: the message that ran it last, and the panels it made
 _listening: "weakref.WeakSet[Any]" = weakref.WeakSet()
 
 
@@ -21,10 +24,12 @@ def watch(panel: Any) -> None:
     parent = kernel.get_parent() if hasattr(kernel, "get_parent") else {}
     cell, execution = (parent.get("metadata") or {}).get("cellId"), (parent.get("header") or {}).get("msg_id")
     if cell:
-        earlier, old = _from_cell.get(cell, (None, None))
-        if old is not None and earlier != execution and (old := old()) is not None:
-            old.close()
-        _from_cell[cell] = (execution, weakref.ref(panel))
+        earlier, made = _from_cell.get(cell, ("", []))
+        if earlier != execution:
+            for old in filter(None, (reference() for reference in made)):
+                old.close()
+            made = []
+        _from_cell[cell] = (execution, [*made, weakref.ref(panel)])
 
 
 def _listen(shell: Any, kernel: Any) -> None:
@@ -42,6 +47,16 @@ def _listen(shell: Any, kernel: Any) -> None:
             before(number, frame)
 
     kernel.saved_sigint_handler = handler
+    shut_down = kernel.do_shutdown
+
+    async def close_first(restart: bool) -> Any:
+        """Before it ends, a kernel spends many seconds on children that do not heed SIGTERM, as Doom's engine, and is then
+        killed itself with an emulator left behind."""
+        close_all(wait_s=2)
+        done = shut_down(restart)
+        return await done if inspect.isawaitable(done) else done
+
+    kernel.do_shutdown = close_first
 
 
 def _after_cell(result: Any) -> None:
