@@ -154,8 +154,27 @@ def prepare(paths: list[Path], profile: str, parameters: dict[str, Any]) -> list
             passed["rows"] = str(rows)
         shared = {n: v for n, v in passed.items() if n in ("profile", "seed", "device", "dtype")}
         _check_values(**{"profile": profile} | shared)
+        if not passed.get("rows"):
+            _check_needs(path)
         notebooks.append(Notebook(path, defaults, {"profile": profile} | passed))
     return notebooks
+
+
+def _check_needs(path: Path) -> None:
+    """Refuse a notebook whose metadata name, under `needs`, a module that is not installed here."""
+    import nbformat
+
+    def missing(module: str) -> bool:
+        try:
+            return find_spec(module) is None
+        except ValueError:  # imported and taken away again
+            return True
+
+    if lost := [module for module in nbformat.read(path, as_version=4).metadata.get("needs", []) if missing(module)]:
+        raise InputError(
+            f"{path.name} needs {' and '.join(lost)}: install what is missing with make report or pip install -e ., "
+            "choose other notebooks with --only, or show given rows with -p rows FILE"
+        )
 
 
 def _check_values(profile: str, seed: int = 0, device: str = "cpu", dtype: str = "fp32") -> None:

@@ -122,6 +122,19 @@ def test_without_papermill_it_says_what_to_install(make_notebook, run, monkeypat
         run()
 
 
+def test_a_notebook_that_needs_what_is_not_installed_is_refused_before_it_runs(make_notebook, run, tmp_path):
+    path = make_notebook("05_games")
+    notebook = nbformat.read(path, as_version=4)
+    notebook.metadata["needs"] = ["json", "no_such_emulator"]
+    nbformat.write(notebook, path)
+    with pytest.raises(InputError, match="05_games.ipynb needs no_such_emulator: install what is missing"):
+        run()
+    assert not (tmp_path / "out").exists()
+    rows = tmp_path / "given.jsonl"
+    rows.write_text('{"arm": "eager", "ms": 1.0}\n')  # shown rows need no emulator
+    assert run(parameters={"rows": str(rows)}) == 0
+
+
 def test_selection_takes_numbers_and_names(make_notebook, tmp_path):
     for name in ("01_layout", "02_latency", "05_duplicates"):
         make_notebook(name)

@@ -264,7 +264,7 @@ def comparison(rows: pd.DataFrame) -> pd.DataFrame:
             identical, median = round(float((theirs == 0).mean()), 5), round(float(np.median(theirs)), 5)
             lines.append(
                 {
-                    **{"source": row.source, "policy": row.policy, "decisions": row.steps, "seed": int(row.seed)},
+                    **{"source": row.source, "policy": row.policy, "decisions": int(row.steps), "seed": int(row.seed)},
                     **{"identical": identical, "published_identical": line.identical},
                     **{"median_changed": median, "published_median_changed": line.median_changed},
                     "same": identical == line.identical and median == line.median_changed,

@@ -40,9 +40,30 @@ def skipped(rows: pd.DataFrame) -> pd.DataFrame:
     """What could not be scanned, a line per game: source, and why."""
     told = [line for line in rows.attrs.get("about", []) if line["kind"] in ("skipped", "failed") and "source" in line]
     table = pd.DataFrame(
-        [{"source": line["source"], "why": line["reason"]} for line in told], columns=["source", "why"]
+        [{"source": line["source"], "why": line["reason"].partition(";")[0]} for line in told],
+        columns=["source", "why"],
     )
     return table.drop_duplicates(ignore_index=True)
+
+
+def beside(compared: pd.DataFrame) -> pd.DataFrame:
+    """What `duplicates.comparison` returns as a table to read, in per cent to the published digits."""
+
+    def percent(name: str) -> list[str]:
+        return [f"{100 * share:.3f}" for share in compared[name]]
+
+    return pd.DataFrame(
+        {
+            "source": compared.source,
+            "decisions": [int(n) for n in compared.decisions],
+            "equal (%)": percent("identical"),
+            "published": percent("published_identical"),
+            "no resets": percent("identical_without_resets"),
+            "changed (%)": percent("median_changed"),
+            "published ": percent("published_median_changed"),
+            "same": ["yes" if same else "no" for same in compared.same],
+        }
+    )
 
 
 def players_table(rates: pd.DataFrame, sources: Sequence[str]) -> pd.DataFrame:
@@ -75,7 +96,7 @@ def answer(rates: pd.DataFrame, compared: pd.DataFrame, saved: pd.DataFrame, fli
             said.append(
                 f"Under random play {_span(part.identical)} of frames repeat the one before, over {len(part)} "
                 f"{kind.capitalize()} {games} (the middle one: {part.identical.median():.1%}; more than a tenth in "
-                f"{int(often.sum())} of them), and {_span(part.any_lag)} some earlier one (the middle: "
+                f"{int(often.sum()) or 'none'} of them), and {_span(part.any_lag)} some earlier one (the middle: "
                 f"{part.any_lag.median():.1%})."
             )
     plain = saved[saved.policy == PLAIN]
@@ -86,7 +107,7 @@ def answer(rates: pd.DataFrame, compared: pd.DataFrame, saved: pd.DataFrame, fli
             f"decisions' time in the middle game and {percent_text(most.saves, most.saves_low, most.saves_high)} in "
             f"{most.source}."
         )
-    said += [_flip_sentence(source, part) for source, part in flips.groupby("source", sort=False)]
+    said.append(_flip_sentence(flips))
     if len(compared):
         said.append(f"{int(compared.same.sum())} of {len(compared)} published rates are met to the last digit.")
     else:
@@ -94,21 +115,16 @@ def answer(rates: pd.DataFrame, compared: pd.DataFrame, saved: pd.DataFrame, fli
     return " ".join(said)
 
 
-def _flip_sentence(source: str, part: pd.DataFrame) -> str:
-    """From which threshold on reuse of features changes answers."""
-    model, kept = part.model.iloc[0], part[(part.threshold > 0) & (part.flipped == 0)]
-    first = part[part.flipped > 0]
-    if first.empty:
-        return f"Reusing features changed no answer of {model} on {source} at any threshold."
-    line = first.iloc[0]
-    upto = (
-        ""
-        if kept[kept.threshold < line.threshold].empty
-        else f" (up to {kept.threshold.max():.2%} of the pixels: none)"
-    )
+def _flip_sentence(flips: pd.DataFrame, little: float = 0.001) -> str:
+    """What reuse of features does at the largest threshold that reuses what changed by at most a thousandth."""
+    told = []
+    for source, part in flips.groupby("source", sort=False):
+        line = part[part.threshold <= little].iloc[-1]
+        share = percent_text(line.flipped, line.flipped_low, line.flipped_high)
+        told.append(f"{source} {share} ({line.reused:.0%} reused)")
     return (
-        f"Reusing features of {source} where fewer than {line.threshold:.2%} of pixels changed gives another answer of "
-        f"{model} in {percent_text(line.flipped, line.flipped_low, line.flipped_high)} of decisions{upto}."
+        f"Reusing features where fewer than {little:.1%} of the pixels changed gives another answer of "
+        f"{flips.model.iloc[0]} in a share of decisions of: {', '.join(told)}."
     )
 
 

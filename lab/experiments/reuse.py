@@ -15,16 +15,21 @@ from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
 from lab.cells import Cell, run_cells
-from lab.envs import make, play
+from lab.envs import make, one_hot, play
 from lab.errors import InputError
 from lab.experiments.frame_repeats import Blocks
 from lab.experiments.frame_scan import BLOCK, Difference
 from lab.experiments.players import ModelPlayer, workload_for
 from lab.measure import Arm, compare
+from lab.models import load_model
 from lab.records import join_rows
+from lab.roofline import count, stage_costs
 from lab.stats import AGAIN, difference_shown, median_interval, paired_ratio, series
+from lab.steps import EagerStep, LastAnswerStep, StaticStep
+from lab.workloads import load_workloads
 
 THRESHOLDS = (0.0, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6)  # share of a frame's pixels; 0: identical only
 NEW, SAME = "a new frame", "the same frame again"
@@ -37,8 +42,6 @@ PROFILES = {
 
 def sources_of(model: str) -> list[str]:
     """The games that a model can be asked about with one frame: those it was taught, or all with a question."""
-    from lab.workloads import load_workloads
-
     found = []
     for workload in load_workloads().values():
         try:
@@ -56,14 +59,16 @@ def run(profile: str = "standard", *, model: str = "pocket", seed: int = 0, out=
     if profile not in PROFILES:
         raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
     chosen = PROFILES[profile]
-    sources = sources_of(model)[: chosen["games"]]
+    loaded, sources = load_model(model), sources_of(model)[: chosen["games"]]
     cells = [
         {"source": source, "model": model, "seed": each, "steps": chosen["steps"]}
         for each in range(seed, seed + chosen["seeds"])
         for source in sources
     ]
     watched = run_cells(watch, cells, title="asking the model", out=out, **how)
-    return join_rows([watched, *(timing(s, model, blocks=chosen["blocks"], seed=seed, out=out) for s in sources)])
+    return join_rows(
+        [watched, *(timing(s, model, loaded, blocks=chosen["blocks"], seed=seed, out=out) for s in sources)]
+    )
 
 
 # --- answers against thresholds -----------------------------------------------------------------------------------------
@@ -180,12 +185,6 @@ def per_patch_share(model) -> dict[str, float]:
     From the first layer's attention on, every row depends on every patch. What is before it: the patch embedding and the
     first layer's three projections. {"per_patch", "decision", "share"}, the first two in operations, a multiply-add two.
     """
-    import torch
-
-    from lab.roofline import count, stage_costs
-    from lab.steps import EagerStep
-    from lab.workloads import load_workloads
-
     model = getattr(model, "model", model)
     vision, size = model.encoder.vision_model, model.config.image_size
     attention = vision.encoder.layers[0].self_attn
@@ -221,18 +220,17 @@ def partial_bound(rows: pd.DataFrame, share: float) -> pd.DataFrame:
 # --- the time of a decision that is not taken ---------------------------------------------------------------------------
 
 
-def timing(source: str, model: str = "pocket", *, blocks: int = 30, seed: int = 0, out: Path | str | None = None):
-    """Time the model with and without its last answer, on frames that are all new and on one frame over and over.
+def timing(
+    source: str, model: str = "pocket", loaded=None, *, blocks: int = 30, seed: int = 0, out: Path | str | None = None
+):
+    """Time a model with and without its last answer, on frames that are all new and on one frame over and over.
 
+    `loaded` is the model of that name, where it is loaded already.
     Rows as `lab.compare` returns them, titles "source: a new frame" and "source: the same frame again".
     """
-    from lab.models import load_model
-    from lab.steps import StaticStep
-    from lab.steps.last_answer import LastAnswerStep
-
     workload = workload_for(source, model)
     frames = new_frames(source, seed=seed)
-    step = StaticStep(load_model(model), workload.question, option_attention="block")
+    step = StaticStep(loaded or load_model(model), workload.question, option_attention="block")
     tables = []
     for title, inputs in ((NEW, frames), (SAME, frames[:1])):
         last = LastAnswerStep(step)
@@ -254,8 +252,6 @@ def timing(source: str, model: str = "pocket", *, blocks: int = 30, seed: int = 
 
 def new_frames(source: str, n: int = 16, seed: int = 0) -> np.ndarray:
     """Frames of random play of which none equals the one before, nor the last the first: uint8 [n, height, width, 3]."""
-    from lab.envs import one_hot
-
     kept: list[np.ndarray] = []
     with closing(make(source, seed)) as env:
         for frame, _ in play(env, one_hot(env, seed)):
