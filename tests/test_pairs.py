@@ -6,7 +6,7 @@ from lab import widgets
 from lab.envs import EmulatorMissing, record_frames
 from lab.errors import InputError
 from lab.experiments.duplicates import changed_pixels
-from lab.widgets import pairs as module
+from lab.widgets import frame_pairs as module
 
 
 def said(explorer) -> str:

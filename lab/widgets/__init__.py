@@ -11,7 +11,7 @@ _LAZY: dict[str, str] = {
     "Explorer": "lab.widgets.explorers",
     "tokens": "lab.widgets.explorers",
     "latency": "lab.widgets.explorers",
-    "pairs": "lab.widgets.pairs",
+    "pairs": "lab.widgets.frame_pairs",
     "Panel": "lab.widgets.panel",
 }
 
