@@ -83,7 +83,8 @@ def test_the_same_rows_give_the_same_verdict(measured):
     document, rows = measured
     found = resume.Bench(rows)
     assert found.verdict == document["verdict"]
-    assert "3 images, 2 kept, 1 encoded" in found.verdict and "24 of 24" in found.verdict
+    assert "turn 2 (1 of 3 images encoded) 0." in found.verdict and "8 images (1 of 8" in found.verdict
+    assert "3 of 3 prompts answer as a cold pass does" in found.verdict and "24 of 24" in found.verdict
     assert "turn 2" in found.table() and "gemma4" in found.table()
 
 
@@ -92,9 +93,9 @@ def test_a_difference_is_said_only_where_it_is_shown(measured):
     table, families = resume.times(rows), resume.lines(rows, "family")
     for shown in (True, False):
         said = resume.answer(table.assign(shown=shown), families)
-        assert said.count("no difference shown") == (0 if shown else 3)
+        assert said.count("no difference shown") == (0 if shown else 4)
     unequal = resume.answer(table.assign(tokens_equal=False), families)
-    assert "'cold pass' in 0 of 3 prompts" in unequal
+    assert "0 of 3 prompts answer as a cold pass does" in unequal
 
 
 def test_figures_draw_every_prompt_and_turn(measured):

@@ -37,6 +37,7 @@ PICTURES = (2, 1, 1)  # that each turn adds
 BASE, OLD = "skip", "encode all"
 REPLY = 5  # tokens of a turn's answer
 ROOM = 1 << 31  # bytes of kept states
+_AGAINST = {"cold pass": "a cold pass", OLD: "the pass that encodes every image"}
 
 
 def run(
@@ -286,26 +287,22 @@ def growth(table: pd.DataFrame) -> pd.DataFrame:
 
 def answer(table: pd.DataFrame, families: pd.DataFrame) -> str:
     """The notebook's answer, computed from `times` and the families' lines."""
-    said = []
-    for line in turns(table).itertuples():
-        ratio = stats.spell(line.ratio, line.low, line.high, ".3f")
-        kept = line.images - line.encoded
-        text = f"{line.case.capitalize()} ({line.dtype}): {line.images} images, {kept} kept, {line.encoded} encoded; "
-        text += f"time to first token {ratio} times that of encoding all"
-        text += (
-            f" ({line.ttft_ms:.4g} against {line.ttft_ms_without:.4g} ms)" if line.shown else ", no difference shown"
-        )
-        said.append(text + ".")
-    for line in growth(table).groupby("dtype", sort=False).tail(1).itertuples():
-        ratio = stats.spell(line.ratio, line.low, line.high, ".3f")
-        said.append(f"With {line.images} images of which one is new ({line.dtype}) it is {ratio}.")
-    for against, part in table.groupby("against", sort=False):
-        said.append(f"Replies equal those of {against!r} in {part['tokens_equal'].sum()} of {len(part)} prompts.")
-    said.append(
-        f"In four families at tiny sizes {families['equal'].sum()} of {families['replies'].sum()} resumed replies equal a "
-        "cold pass's."
+    said, several = [], table["dtype"].nunique() > 1
+    longest = growth(table).groupby("dtype", sort=False).tail(1)
+    for line in pd.concat([turns(table), longest]).drop_duplicates(["case", "dtype"]).itertuples():
+        text = f"{line.case}{f', {line.dtype}' if several else ''} ({line.encoded} of {line.images} images encoded) "
+        text += stats.spell(line.ratio, line.low, line.high)
+        said.append(text + ("" if line.shown else ", no difference shown"))
+    replies = [
+        f"{part['tokens_equal'].sum()} of {len(part)} prompts answer as {_AGAINST[against]} does"
+        for against, part in table.groupby("against", sort=False)
+    ]
+    equal, of = families["equal"].sum(), families["replies"].sum()
+    return (
+        "An image must be encoded again only if the kept state does not hold all of its rows. Time to first token over "
+        f"that of encoding every image: {'; '.join(said)}. {' and '.join(replies)}; in four families at tiny sizes "
+        f"{equal} of {of} resumed replies are a cold pass's."
     )
-    return "An image must be encoded again only if the kept state does not hold all of its rows. " + " ".join(said)
 
 
 @dataclass(frozen=True)
