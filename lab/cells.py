@@ -36,7 +36,7 @@ from lab.errors import InputError
 Cell = dict[str, Any]
 
 TRIES = 2  # a cell that fails, or whose worker dies, is tried once more
-CONNECT_S = 8
+CONNECT_S = 6
 MARK = "REFRAIN_WORKER"  # in the environment of what a worker starts: the worker's process id
 
 
@@ -233,9 +233,14 @@ class _Dask:
         import logging
 
         logging.getLogger("distributed").setLevel(logging.ERROR)
+
+        class Closed(Client):
+            def __del__(self):  # Client's own waits long for what never answered; we close ours below
+                pass
+
         try:
-            self._client = Client(address, timeout=CONNECT_S, set_as_default=False)
-        except (OSError, ValueError, TypeError, RuntimeError) as error:
+            self._client = Closed(address, timeout=CONNECT_S, set_as_default=False)
+        except Exception as error:  # refused, silent, or somebody who speaks another language
             raise InputError(
                 f"No scheduler answers at {address!r} ({type(error).__name__}); start one with `dask scheduler`, and give "
                 "the address that it prints, such as tcp://host:8786."

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -103,11 +104,16 @@ def test_bad_input_is_named_before_any_work(settings, says):
         run_cells(square, [{"n": 1}], **settings)
 
 
-def test_an_unreachable_scheduler_is_told_within_ten_seconds(monkeypatch):
+@pytest.mark.parametrize("listens", [False, True], ids=["nobody", "a web server"])
+def test_an_unreachable_scheduler_is_told_within_ten_seconds(monkeypatch, listens):
     assert cells.CONNECT_S <= 8
     monkeypatch.setattr(cells, "CONNECT_S", 2)
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # bound, not listening: nobody answers
+        taken.bind(("127.0.0.1", 0))
+        if listens:  # and answers in another language
+            taken.listen()
+            answer = b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n"
+            threading.Thread(target=lambda: taken.accept()[0].sendall(answer), daemon=True).start()
         began = time.monotonic()
         with pytest.raises(InputError, match="No scheduler answers"):
             run_cells(square, [{"n": 1}], scheduler=f"tcp://127.0.0.1:{taken.getsockname()[1]}")
