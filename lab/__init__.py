@@ -10,6 +10,7 @@ from lab.workloads import Question, Workload, load_workloads
 
 _LAZY = {
     "load_model": "lab.models",
+    "load_text_model": "lab.models.text",
     "EagerStep": "lab.steps",
     "SplitStep": "lab.steps",
     "StaticStep": "lab.steps",
@@ -17,8 +18,10 @@ _LAZY = {
     "QuestionFirstStep": "lab.steps",
     "CompiledStep": "lab.steps",
     "PaddedStep": "lab.steps",
+    "TextStep": "lab.steps",
     "FrameFeatures": "lab.caches",
     "KeptStates": "lab.caches",
+    "QuestionTokens": "lab.question_tokens",
     "play": "lab.policy",
     "Arm": "lab.measure",
     "compare": "lab.measure",

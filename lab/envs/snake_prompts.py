@@ -13,6 +13,7 @@ import numpy as np
 
 from lab.envs.snake import NAMES, Move, Plan, Snake
 from lab.errors import InputError
+from lab.question_tokens import TextPrompt
 from lab.workloads import Question
 
 PROMPTS = ("compact", "verbose")
@@ -48,14 +49,6 @@ ASKED = {
 NOULS = {"false": "no, it is not so", "true": "yes, it is so"}
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A state and the questions that are asked of it, in this order: move, risk, food."""
-
-    state: str
-    questions: tuple[Question, ...]
-
-
 def classify(move: Move, plan: Plan) -> str:
     """One of the five classes that a direction's description has, checked in the published order."""
     if not move.legal:
@@ -72,8 +65,11 @@ def key(plan: Plan) -> tuple:
     return bool(plan.safe), plan.reachable, *(classify(move, plan) for move in plan.moves)
 
 
-def prompt(game: Snake, plan: Plan, kind: str = "compact") -> Prompt:
-    """The three questions about a board; `kind` is compact or verbose. Raises InputError for another kind."""
+def prompt(game: Snake, plan: Plan, kind: str = "compact") -> TextPrompt:
+    """The three questions about a board, in the order move, risk, food; `kind` is compact or verbose.
+
+    Raises InputError for another kind.
+    """
     if kind not in PROMPTS:
         raise InputError(f"There is no {kind!r} prompt; there are {' and '.join(PROMPTS)}.")
     safe, reachable = ("yes" if said else "no" for said in (plan.safe, plan.reachable))
@@ -90,7 +86,7 @@ def prompt(game: Snake, plan: Plan, kind: str = "compact") -> Prompt:
             move.direction: VERBOSE[move.outcome if not move.legal else classify(move, plan)] for move in plan.moves
         }
     move, risk, food = ASKED[kind]
-    return Prompt(state, (Question("choice", move, options), _noul(risk), _noul(food)))
+    return TextPrompt(state, (Question("choice", move, options), _noul(risk), _noul(food)))
 
 
 _KEPT: dict[str, Question] = {}

@@ -16,6 +16,7 @@ from lab.workloads import QUESTION_TYPES, Question
 
 HEAD_WIDTH = 64
 FEATURES = 4
+ABSENT = -1e4  # the logit of a slot that holds no option
 
 
 class DecisionHeads(nn.Module):
@@ -34,31 +35,46 @@ class DecisionHeads(nn.Module):
         self.register_buffer("temperature", torch.ones(len(QUESTION_TYPES)))  # kept for its name; unused, as published
 
     def score(
-        self, hidden: Tensor, type_id: int, readouts: Tensor, pooled: Tensor, attention_mask: Tensor
+        self,
+        hidden: Tensor,
+        type_id: int | Tensor,
+        readouts: Tensor,
+        pooled: Tensor,
+        attention_mask: Tensor,
+        present: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Logits fp32 [batch, options] and act logits fp32 [batch, 2] (entry 0 = act).
 
-        hidden [batch, length, width] of any dtype; readouts int64 [batch, options]; pooled int64 [batch], the position
-        whose state stands for the row; attention_mask bool [batch, length], False on padding.
+        hidden [batch, length, width] of any dtype; type_id one for all rows, or int64 [batch]; readouts int64
+        [batch, options]; pooled int64 [batch], the position whose state stands for the row; attention_mask bool
+        [batch, length], False on padding. Where rows have different numbers of options, `present` bool
+        [batch, options] is False on the slots that a row has none for: their logits are -1e4.
         """
-        hidden = hidden.float() + self.type_emb.weight[type_id]
+        hidden = hidden.float() + self.type_emb.weight[type_id].unsqueeze(-2)
         for layer in self.head.layers:
             hidden = layer(hidden, src_key_padding_mask=~attention_mask)
         places = torch.cat([readouts, pooled[:, None]], dim=1)
         read = hidden.gather(1, places[..., None].expand(-1, -1, hidden.shape[-1]))
         logits = self.scorer(read[:, :-1]).squeeze(-1)
-        return logits, self.act_head(torch.cat([read[:, -1], answer_features(logits)], dim=-1))
+        if present is not None:
+            logits = logits.masked_fill(~present, ABSENT)
+        return logits, self.act_head(torch.cat([read[:, -1], answer_features(logits, present)], dim=-1))
 
 
-def answer_features(logits: Tensor) -> Tensor:
+def answer_features(logits: Tensor, present: Tensor | None = None) -> Tensor:
     """fp32 [batch, 4]: top probability, its lead over the second, entropy / log k, k / 255, at temperature 1.
 
-    logits fp32 [batch, k] with k >= 2. Probabilities are clamped at 1e-9 inside the logarithm.
+    logits fp32 [batch, k] with k >= 2; with `present` bool [batch, k], a row's k is the number of its options, 2 or
+    more. Probabilities are clamped at 1e-9 inside the logarithm.
     """
     count = logits.shape[-1]
     p = logits.detach().softmax(-1)
     top = p.topk(2, dim=-1).values
-    entropy = -(p * p.clamp_min(1e-9).log()).sum(-1) / float(np.log(count))
+    entropy = -(p * p.clamp_min(1e-9).log()).sum(-1)
+    if present is not None:
+        counts = present.sum(-1).clamp_min(2).float()
+        return torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy / counts.log(), counts / 255], dim=-1)
+    entropy = entropy / float(np.log(count))
     return pad(torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy], dim=-1), (0, 1), value=count / 255)
 
 

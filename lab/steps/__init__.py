@@ -12,6 +12,7 @@ from lab.steps.question_first import QuestionFirstStep
 from lab.steps.split import SplitStep, StaticSplitStep
 from lab.steps.static import StaticStep
 from lab.steps.stock import StockStep
+from lab.steps.text import TextStep
 
 __all__ = [
     "CompiledQuestionFirstStep",
@@ -27,6 +28,7 @@ __all__ = [
     "StaticStep",
     "Step",
     "StockStep",
+    "TextStep",
 ]
 
 

@@ -42,12 +42,12 @@ class Compiled:
 
         def call():
             nonlocal known
-            before, start = _counters(), time.perf_counter()
+            before, start = counters(), time.perf_counter()
             if self.mode == "reduce-overhead":
                 torch.compiler.cudagraph_mark_step_begin()
             with stage("compiled"), unmarked():
                 output = compiled()
-            graphs, breaks = (now - then for now, then in zip(_counters(), before, strict=True))
+            graphs, breaks = (now - then for now, then in zip(counters(), before, strict=True))
             if graphs:
                 self.compile_s += time.perf_counter() - start
                 self.counts["recompiles"] += known
@@ -88,7 +88,7 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
 
 
-def _counters() -> tuple[int, int]:
+def counters() -> tuple[int, int]:
     """Graphs compiled and graph breaks met so far in this process."""
     counts = torch._dynamo.utils.counters
     return counts["stats"]["unique_graphs"], sum(counts["graph_break"].values())
