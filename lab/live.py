@@ -86,10 +86,11 @@ class Times:
 class Session:
     """One game being played by one step.
 
-    `source` is a game ("atari:Pong", "doom:basic"), `model` a name for `lab.load_model` or a loaded model, `step` a name
-    in `STEPS`, `frames` the frames per decision (1 to 8). `question` is by default the source's own (`question_for`); its
-    options are the game's actions. Episode i is the one that `lab.play(..., seed=seed)` plays as its i-th, by the same
-    rules: auto-fire, `choose` (greedy or sampled), `max_decisions` an episode.
+    `source` is a game ("atari:Pong", "doom:basic"); `model` a name for `lab.load_model`, which takes `device` and `dtype`,
+    or a loaded model, which has its own; `step` a name in `STEPS`; `frames` the frames per decision (1 to 8). `question` is
+    by default the source's own (`question_for`); its options are the game's actions. Episode i is the one that
+    `lab.play(..., seed=seed)` plays as its i-th, by the same rules: auto-fire, `choose` (greedy or sampled),
+    `max_decisions` an episode.
 
     Building it starts the emulator, loads the model, builds the step and warms it up (capture and compilation fall there):
     `start_s` holds the seconds by part, and none of them is in `decision_ms`, the times of the decisions. `emulator_ms`

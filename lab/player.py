@@ -13,7 +13,7 @@ from lab.live import Session, Times
 from lab.moments import Moment
 from lab.workloads import Question
 
-SPEED = 30.0  # decisions a second, unless more or fewer are asked for; None is as many as there can be
+SPEED = 30.0  # decisions a second, unless more or fewer are asked for; infinity is as many as there can be
 TYPING_S = 0.35  # a question is asked this long after its last change
 SLOW_START_S = 1.5  # a step that takes longer to build is not built anew while somebody types
 
@@ -39,7 +39,7 @@ class Player:
         settings: dict[str, Any],
         show: Callable[["Player", bool], None] = lambda player, urgent: None,
         playing: bool = True,
-        speed: float | None = SPEED,
+        speed: float = SPEED,
     ):
         self.settings, self.show, self.speed = dict(settings), show, speed
         self.state, self.message = "starting", ""
@@ -98,7 +98,7 @@ class Player:
             self._typed = (time.monotonic() + TYPING_S, question)
             self._commands.put(lambda: None)
 
-    def set_speed(self, speed: float | None) -> None:
+    def set_speed(self, speed: float) -> None:
         self.speed = speed
         self._commands.put(lambda: self._tell(True))
 
@@ -214,7 +214,7 @@ class Player:
     def _tick(self) -> None:
         self.moment = self.session.tick()
         now = time.monotonic()
-        self._due = now if self.speed is None else max(self._due + 1 / self.speed, now - 1 / self.speed)
+        self._due = max(self._due + 1 / self.speed, now - 1 / self.speed)
         self._tell(False)
 
     def _step(self) -> None:

@@ -3,6 +3,7 @@
 Play runs in a thread (`lab.player`); what is drawn is a picture, at most 24 times a second, and text, at most ten times.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from lab.workloads import MAX_FRAMES, Question
 
 HERE = Path(__file__).parent
 PICTURE_S, TEXT_S = 1 / 24, 1 / 10
-SPEEDS = [*((f"{speed}/s", float(speed)) for speed in (1, 2, 5, 10, 20, 30, 60)), ("fastest", None)]
+SPEEDS = [*((f"{speed}/s", float(speed)) for speed in (1, 2, 5, 10, 20, 30, 60)), ("fastest", math.inf)]
 KEYS = [("space", "play or pause"), ("s →", "step"), ("←", "back"), ("r", "restart"), ("+ −", "speed")]
 
 
@@ -42,7 +43,7 @@ class Panel(w.VBox):
     kernel are heard too. Raises InputError for settings that cannot be; what fails later is said in the panel.
     """
 
-    def __init__(self, playing: bool = True, speed: float | None = SPEED, **settings: Any):
+    def __init__(self, playing: bool = True, speed: float = SPEED, **settings: Any):
         known = {"source": DEFAULT_SOURCE, "model": DEFAULT_MODEL, "step": "static", "device": "cpu", "dtype": "fp32",
                  "frames": 1, "choose": "greedy", "seed": 0}  # fmt: skip
         settings = known | settings
@@ -56,7 +57,7 @@ class Panel(w.VBox):
 
     # ---------------------------------------------------------------------------------------------- what it is made of
 
-    def _face(self, speed: float | None) -> list[w.Widget]:
+    def _face(self, speed: float) -> list[w.Widget]:
         self._head, self._note = w.HTML(), w.HTML()
         self._image = _named(w.Image(value=b""), "refrain-frame", "refrain-hide")
         self._asked, self._bars = _named(w.HTML(), "refrain-question"), _named(w.HTML(), "refrain-bars")
@@ -318,6 +319,8 @@ def _head(player: Player) -> str:
     model = getattr(session.model if session else settings["model"], "name", settings["model"])
     step = session.step.name if session else settings["step"]
     where = f"{settings['device']} {settings['dtype']}"
+    if session:
+        where = f"{session.model.device.type} {session.model.dtype_name}"
     frames = f", {settings['frames']} frames" if settings["frames"] > 1 else ""
     about = f"{model} · {step}{frames} · {where} · {settings['choose']} · seed {settings['seed']}"
     colour = {"playing": "#009e73", "failed": "#d55e00", "interrupted": "#e69f00"}.get(player.state, "#808080")
@@ -330,10 +333,9 @@ def _head(player: Player) -> str:
     )
 
 
-def _speed(speed: float | None) -> float | None:
+def _speed(speed: float) -> float:
     """The nearest speed that can be chosen."""
-    choices = [value for _, value in SPEEDS if value]
-    return None if speed is None else min(choices, key=lambda value: abs(value - speed))
+    return min((value for _, value in SPEEDS), key=lambda value: abs(value - speed) if value != speed else -1)
 
 
 def _named(widget, *classes: str):
