@@ -307,7 +307,7 @@ def test_survey_of_several_games_says_what_it_left_out(tmp_path, monkeypatch):
     monkeypatch.setattr(duplicates, "every_source", lambda: ["atari:Pong", "atari:Joust"])
     monkeypatch.chdir(tmp_path)
     found = duplicates.survey(None, 20, [0], ["one_hot", "no_op"], workers=1)
-    assert [game["policy"] for game in found.document["games"]] == ["one_hot", "no_op"]
+    assert [game["policy"] for game in found.document["games"]] == ["no_op", "one_hot"]
     assert [skipped["source"] for skipped in found.document["skipped"]] == ["atari:Joust"] * 2
     assert len(found.table) == 2
     kept = read_rows("reports/duplicates.rows.jsonl")

@@ -108,7 +108,7 @@ def test_watching_a_model_play(watched, model):
 def test_flips_by_hand():
     rows = as_frame(
         [
-            {"source": "atari:Pong", "model": "tiny", "thresholds": [0.0, 0.1], "patches": [0.5] * 999}
+            {"source": "atari:Pong", "model": "tiny", "seed": 0, "thresholds": [0.0, 0.1], "patches": [0.5] * 999}
             | {"reuse": [[[100, 0, 0, 0.0]] * 10, [[100, 50, share, 5.0] for share in (10, 20) * 5]]}
         ]
     )

@@ -23,12 +23,13 @@ NEEDED = {"source", "policy", "seed", "steps", "pixels", "changed", "lag", "open
 
 
 def scanned(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of scanned games among `rows`; InputError where there are none."""
+    """The rows of scanned games among `rows`, in a fixed order; InputError where there are none."""
     if missing := NEEDED - set(rows.columns):
         raise InputError(
             f"These rows lack {', '.join(sorted(missing))}; give rows that 05_duplicate_frames or `lab duplicates` wrote."
         )
-    return rows[rows["changed"].map(lambda value: isinstance(value, list))]
+    kept = rows[rows["changed"].map(lambda value: isinstance(value, list))]
+    return kept.sort_values(["policy", "source", "seed"], kind="stable")  # files hold them as they finished
 
 
 def counted(row, published_resets: bool = False) -> np.ndarray:

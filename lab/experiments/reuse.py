@@ -173,7 +173,7 @@ def watched(rows: pd.DataFrame) -> pd.DataFrame:
         raise InputError(
             "These rows hold no answers against thresholds; give rows that 05_duplicate_frames has written."
         )
-    return found
+    return found.sort_values(["source", "seed"], kind="stable")  # files hold them as they finished
 
 
 # --- the bound on exact partial reuse -----------------------------------------------------------------------------------
