@@ -26,7 +26,7 @@ from lab.errors import InputError
 
 _PACKAGES = (
     "refrain-lab", "torch", "transformers", "numpy", "scipy", "pandas", "pillow", "gymnasium", "ale-py", "vizdoom",
-    "papermill", "jupyterlab", "matplotlib", "ipywidgets", "safetensors", "gguf",
+    "papermill", "jupyterlab", "matplotlib", "ipywidgets", "safetensors", "gguf", "xxhash", "distributed",
 )  # fmt: skip
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "bf16", "asimd", "sve")
 _VARIABLES = ("OMP_", "MKL_", "TORCH_", "TORCHINDUCTOR_", "CUDA_VISIBLE", "CUBLAS_")
