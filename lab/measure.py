@@ -98,14 +98,17 @@ def compare(
     title: str = "",
     tags: dict | None = None,
     keep_partial: bool = True,
+    orders: str = "random",
 ) -> pd.DataFrame:
     """Time `arms` beside each other and return raw rows, one per stage of each call.
 
     In block b every arm is called once, in random order (seeded), all with `inputs[b % len(inputs)]`, or without an
-    argument where `inputs` is None. `warmup` blocks come first, with inputs from the end; their rows have phase
-    "warmup" and reach no statistic. The A/A arm calls one arm a second time in each block, so that the rows tell how
-    far two equal arms lie apart: `again` names that arm (default: the first; False: none). Its call is the very same
-    object, so give it an arm that keeps nothing from one call to the next.
+    argument where `inputs` is None. With `orders="balanced"` the orders of successive blocks form squares in which every
+    arm stands equally often at each place and right after each other arm (`balanced_orders`). `warmup` blocks come first,
+    with inputs from the end; their rows have phase "warmup" and reach no statistic. The A/A arm calls one arm a second
+    time in each block, so that the rows tell how far two equal arms lie apart: `again` names that arm (default: the
+    first; False: none). Its call is the very same object, so give it an arm that keeps nothing from one call to the
+    next.
 
     Rows: run, title, arm, block, order, phase (warmup or timed), pace, device, stage ("total" or a marked stage), ms,
     again, describe, the constant columns of `tags`, and counts where the arm has them. With `out` they are appended to
@@ -121,6 +124,8 @@ def compare(
     arms = _as_arms(arms)
     twice = _again_arm(arms, again)
     _check_numbers(blocks, warmup, budget_s)
+    if orders not in ORDERS:
+        raise InputError(f"orders is {orders!r}; choose one of {', '.join(ORDERS)}.")
     if inputs is not None and not len(inputs):
         raise InputError("inputs is empty; give at least one input, or None for arms that take no argument.")
     device = device or next((arm.device for arm in arms if arm.device), None) or default_device()
@@ -138,7 +143,7 @@ def compare(
             stack.enter_context(device_lock(name, title))
         log.about("environment", moment="before", **environment(seed, import_torch=False))
         _warn_if_loaded(log)
-        rng = np.random.default_rng(seed)
+        drawn = ORDERS[orders](len(lineup), np.random.default_rng(seed))
         gc.collect()
         done, began = 0, time.perf_counter()
         show = stack.enter_context(_Progress(title or arms[0].name, blocks))
@@ -153,7 +158,7 @@ def compare(
                     else {"block": number + warmup, "phase": "warmup"}
                 )
                 args = () if inputs is None else (inputs[number % len(inputs)],)
-                for order, index in enumerate(rng.permutation(len(lineup))):
+                for order, index in enumerate(next(drawn)):
                     arm = lineup[index]
                     if arm.before is not None:
                         arm.before()
@@ -184,6 +189,31 @@ def compare(
     for warning in filter(None, attribution(rows)["warning"]):
         _say(warning)
     return rows
+
+
+def random_orders(count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Orders of `count` arms without end, each drawn anew."""
+    while True:
+        yield rng.permutation(count)
+
+
+def balanced_orders(count: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """Orders of `count` arms without end, in squares of `count` (of twice as many where it is odd).
+
+    Within a square every arm stands equally often at each place and comes equally often right after each other one
+    (Williams, "Experimental designs balanced for the estimation of residual effects of treatments", 1949). Which arm is
+    which, and the order of a square's rows, are drawn for each square.
+    """
+    first = np.array([(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)])
+    square = (first + np.arange(count)[:, None]) % count
+    if count % 2:
+        square = np.concatenate([square, square[:, ::-1]])
+    while True:
+        names = rng.permutation(count)
+        yield from names[rng.permutation(square)]
+
+
+ORDERS = {"random": random_orders, "balanced": balanced_orders}
 
 
 # --- checks before anything is timed --------------------------------------------------------------------------------

@@ -7,14 +7,16 @@ import tempfile
 import threading
 import time
 import timeit
+from itertools import islice, pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 import lab
 from lab import clocks, stats
 from lab.errors import InputError
-from lab.measure import Arm, HostClock, compare, missed_deadlines, percentiles, stage, time_call
+from lab.measure import Arm, HostClock, balanced_orders, compare, missed_deadlines, percentiles, stage, time_call
 from lab.records import read_rows
 
 
@@ -497,3 +499,29 @@ assert "torch" not in sys.modules, "timing a function must not load torch"
     assert "True" in out
     assert "..." not in out
     assert lab.compare is compare
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 8])
+def test_balanced_orders_balance_places_and_neighbours(count):
+    rows = 2 * count if count % 2 else count
+    drawn = balanced_orders(count, np.random.default_rng(3))
+    squares = [np.array(list(islice(drawn, rows))) for _ in range(2)]
+    for square in squares:
+        times = rows // count
+        for place in range(count):
+            assert (np.bincount(square[:, place], minlength=count) == times).all()
+        follows = np.zeros((count, count), int)
+        for order in square:
+            for before, after in pairwise(order):
+                follows[before, after] += 1
+        assert (follows + times * np.eye(count, dtype=int) == times).all()
+    assert count == 2 or (squares[0] != squares[1]).any()
+
+
+def test_compare_calls_arms_in_balanced_orders():
+    arms = {name: (lambda name=name: name) for name in "abc"}
+    rows = compare(arms, blocks=8, warmup=0, orders="balanced")
+    places = rows[rows["stage"] == "total"].groupby(["arm", "order"]).size()
+    assert (places == 2).all() and len(places) == 16  # four arms with the A/A arm, four places, two squares
+    with pytest.raises(InputError, match="orders"):
+        compare(arms, blocks=1, orders="sorted")
