@@ -1,9 +1,13 @@
 """Doom scenarios through ViZDoom: 320 x 240 RGB24, every action held 4 tics, the window hidden."""
 
+import ctypes
 import re
+import signal
 import tempfile
+import threading
 from collections.abc import Callable
-from contextlib import chdir
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import chdir, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ import psutil
 from lab.envs import EmulatorMissing, unknown
 from lab.errors import InputError
 
+CLONE_FS = 0x200  # a thread gives up sharing the working folder; <sched.h>
 SEVERAL_PLAYERS = ("cig", "multi", "multi_duel")  # these wait for a host
 FIRST_MAP = {"doom": "E1M1", "freedoom1": "E1M1"}  # named by episode; ViZDoom's own map01 would never open an episode
 
@@ -22,6 +27,24 @@ def scenarios() -> list[str]:
     """Names of the scenarios ViZDoom ships for one player, as in `doom:NAME`. EmulatorMissing where it does not load."""
     shipped = {path.stem for path in Path(_emulator().scenarios_path).glob("*.cfg")}
     return sorted(shipped.difference(SEVERAL_PLAYERS))
+
+
+_starting = threading.Lock()  # one engine at a time: it is told from other children by being new
+
+
+def _start(game: Any, folder: str) -> list[psutil.Process]:
+    """Start the game's engine, a process, and return it. To be called in a thread that ends afterwards: the engine inherits
+    from it that it works in `folder`, and that it is deaf to SIGINT. Ctrl-C and Jupyter's stop button send that to the whole
+    group, and the play should stop, not the engine. The folder is that thread's own on Linux, where a container allows it;
+    elsewhere the whole program works there for the moment that a start takes."""
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).unshare(CLONE_FS)
+    others = psutil.Process().children()
+    with chdir(folder):
+        game.init()
+    return [child for child in psutil.Process().children() if child not in others]
 
 
 def _emulator() -> Any:
@@ -60,16 +83,17 @@ class Doom:
             game.set_seed(seed)
             # the engine, its own process, writes an .ini file and a folder where it starts: keep the user's folder clean
             game.set_doom_config_path(str(Path(self._folder.name) / "engine.ini"))
-            others = psutil.Process().children()
-            with chdir(self._folder.name):
-                game.init()
-            self._engine = [child for child in psutil.Process().children() if child not in others]
+            with _starting, ThreadPoolExecutor(1) as thread:
+                self._engine = thread.submit(_start, game, self._folder.name).result()
         except vizdoom.FileDoesNotExistException as error:
             lost = re.search(r'"(.+)"', str(error))
             name = Path(lost[1]).name if lost else str(error)
             raise InputError(f"The scenario {scenario} lacks a file, {name}; take another scenario.") from None
         except vizdoom.ViZDoomErrorException as error:
             raise InputError(f"ViZDoom does not start with the scenario {scenario}: {error}") from None
+        except KeyboardInterrupt:
+            game.close()
+            raise
         self.actions = [button.name for button in game.get_available_buttons()]
         self._last: np.ndarray | None = None
 
