@@ -3,8 +3,6 @@
 Light to import: torch comes with the first session.
 """
 
-import signal
-import threading
 import time
 import weakref
 from array import array
@@ -17,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lab.envs import Env, make
+from lab.envs import make
 from lab.errors import InputError, whole
 from lab.moments import Moment, Recording
 from lab.workloads import MAX_FRAMES, Question, load_workloads
@@ -123,7 +121,7 @@ class Session:
         self.start_s: dict[str, float] = {}
         say("starting the game")
         with self._starts("emulator"):
-            self.env = start_emulator(source)
+            self.env = make(source)
         self._close = weakref.finalize(self, self.env.close)  # also when the program ends
         try:
             if isinstance(model, str):
@@ -327,26 +325,6 @@ def check_settings(step: str, frames: int, seed: int, max_decisions: int | None 
     whole("seed", seed, 0)
     if max_decisions is not None:
         whole("max_decisions", max_decisions, 1)
-
-
-_STARTING = threading.Lock()
-
-
-def start_emulator(source: str, seed: int = 0) -> Env:
-    """The environment `source`; may be called in any thread.
-
-    One starts at a time: Doom's engine starts in a folder of its own, and the working folder is the whole process's. An
-    engine is a process of the same group, which Jupyter's stop button and Ctrl-C signal as a whole: it is started deaf to
-    that signal, or it would end where only the play should stop.
-    """
-    with _STARTING:
-        if not hasattr(signal, "pthread_sigmask"):
-            return make(source, seed)
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited by the engine
-        try:
-            return make(source, seed)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 # ---------------------------------------------------------------------------------------------- threads of torch

@@ -1,9 +1,13 @@
 """Sessions, moments and players: one game played a decision at a time, without widgets."""
 
+import ctypes
 import math
+import platform
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -13,6 +17,8 @@ from PIL import Image
 
 import lab
 from lab import live
+from lab.envs import make
+from lab.envs.doom import CLONE_FS
 from lab.errors import InputError
 from lab.live import Session, question_for, remark, sources
 from lab.live_views import bars, numbers, strip
@@ -310,6 +316,30 @@ def test_two_players_at_once_play_pause_step_go_back_and_close(player):
     assert until(lambda: doom.session.decisions > count + 3) and doom.place is None
     doom.close()
     assert doom.state == "closed" and not engines() and pong.state == "playing"
+
+
+def test_engines_that_start_at_once_in_threads_are_told_apart_and_move_nobody(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    seen, started = set(), []
+    threads = [threading.Thread(target=lambda: started.append(make("doom:basic"))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        (Path("here.txt")).write_text("a cell that runs meanwhile")
+        seen.add(Path.cwd())
+    assert len(engines()) == 2
+    for env in started:
+        env.close()
+    assert not engines() and not [path for path in tmp_path.iterdir() if path.name != "here.txt"]
+    if "Linux" not in platform.system() or not _own_folder():
+        pytest.skip("here the working folder is the whole program's")
+    assert seen == {tmp_path}
+
+
+def _own_folder() -> bool:
+    """Whether a thread may have a working folder of its own, which some containers forbid."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(ctypes.CDLL(None).unshare, CLONE_FS).result() == 0
 
 
 def test_speed_holds_it_back(player):
