@@ -6,6 +6,7 @@ only: warm-up never reaches a statistic. All intervals are 95 %.
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,29 +50,29 @@ def spell(value: float, low: float, high: float, spec: str = ".2f") -> str:
     )
 
 
-def median_interval(values, seed: int = 0) -> Estimate:
-    """The median of `values` (any unit) with its bootstrap percentile interval.
+def median_interval(values, seed: int = 0, statistic: Callable = np.median) -> Estimate:
+    """The median of `values` (any unit), or another `statistic` such as np.mean, with its bootstrap percentile interval.
 
     Fewer than five values get no interval: the bounds are NaN. Raises InputError for an empty sample.
     """
     values = np.asarray(values, dtype=float)
     values = values[np.isfinite(values)]
     if not len(values):
-        raise InputError("There are no timed values to take a median of; measure at least one block first.")
+        raise InputError("There are no values to take an interval of; measure at least one block first.")
     if len(values) < MIN_N:
-        return Estimate(float(np.median(values)), math.nan, math.nan, len(values))
+        return Estimate(float(statistic(values)), math.nan, math.nan, len(values))
     from scipy import stats  # here, so that importing lab stays light
 
     interval = stats.bootstrap(
         (values,),
-        np.median,
+        statistic,
         n_resamples=RESAMPLES,
         confidence_level=LEVEL,
         method="percentile",
         batch=max(1, 2_000_000 // len(values)),
         rng=np.random.default_rng(seed),
     ).confidence_interval
-    return Estimate(float(np.median(values)), float(interval.low), float(interval.high), len(values))
+    return Estimate(float(statistic(values)), float(interval.low), float(interval.high), len(values))
 
 
 def share_interval(count: int, n: int) -> Estimate:

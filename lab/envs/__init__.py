@@ -24,7 +24,7 @@ RECORDED_SOURCES = ("atari:Pong", "atari:Breakout", "atari:Boxing", "doom:basic"
 
 RECORDING = DATA / "frames.npz"
 
-OPTIONS = {"atari": {"full_actions"}, "doom": {"tics"}}
+OPTIONS = {"atari": {"full_actions"}, "doom": {"tics", "labels"}}
 
 Action = int | list[int]
 Policy = Callable[[np.ndarray], Action]
@@ -50,7 +50,8 @@ class Env(Protocol):
 def make(source: str, seed: int = 0, **options: Any) -> Env:
     """The environment named "atari:Game" or "doom:scenario"; its first reset starts from `seed`.
 
-    Options: `full_actions` (bool) for Atari, `tics` (int, how long an action is held) for Doom. InputError for an unknown
+    Options: `full_actions` (bool) for Atari, `tics` (int, how long an action is held) and `labels`
+    (bool, whether it says what is on the screen) for Doom. InputError for an unknown
     source or option, with the nearest known names, and where the emulator, ROM or scenario file is missing.
     """
     kind, _, name = source.partition(":")

@@ -94,6 +94,10 @@ class Atari:
         """Lives left; always 0 in games that do not count any, as Pong."""
         return self._env.unwrapped.ale.lives()
 
+    def memory(self) -> np.ndarray:
+        """The console's 128 bytes of memory, uint8 [128]."""
+        return self._env.unwrapped.ale.getRAM()
+
     def describe(self) -> dict[str, Any]:
         """What decides how the game runs, as it is in effect: for the environment record."""
         settings = self._env.spec.kwargs

@@ -56,11 +56,14 @@ def _emulator() -> Any:
 
 
 class Doom:
-    """One Doom scenario as shipped; frames uint8 [240, 320, 3]. An action is a button's number or a 0/1 list."""
+    """One Doom scenario as shipped; frames uint8 [240, 320, 3]. An action is a button's number or a 0/1 list.
+
+    `labels` has the engine say what is on the screen, for scripted experts; the frames are the same.
+    """
 
     terminal_frame = False
 
-    def __init__(self, scenario: str, seed: int = 0, tics: int = 4):
+    def __init__(self, scenario: str, seed: int = 0, tics: int = 4, labels: bool = False):
         known = scenarios()
         if scenario in SEVERAL_PLAYERS:
             raise InputError(f"The scenario {scenario} is for several players; take one of {', '.join(known)}.")
@@ -80,6 +83,7 @@ class Doom:
             game.set_screen_format(vizdoom.ScreenFormat.RGB24)
             game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
             game.set_mode(vizdoom.Mode.PLAYER)  # waits for every action
+            game.set_labels_buffer_enabled(labels)
             game.set_seed(seed)
             # the engine, its own process, writes an .ini file and a folder where it starts: keep the user's folder clean
             game.set_doom_config_path(str(Path(self._folder.name) / "engine.ini"))
@@ -121,6 +125,10 @@ class Doom:
         ended = self._game.is_episode_finished()
         return (self._last if ended else self._frame()), float(reward), ended
 
+    def labels(self) -> list[tuple[str, tuple[int, int, int, int]]]:
+        """What is on the last frame shown: (the engine's name, (left, top, right, bottom)), in pixels, half-open."""
+        return self._labels
+
     def bare(self) -> Callable[[int | list[int]], tuple[np.ndarray | None, bool]]:
         """The engine's own step and screen read, past this class: action -> (frame, or None at the end; ended)."""
         game, tics, count = self._game, self._tics, len(self.actions)
@@ -135,7 +143,9 @@ class Doom:
         return step
 
     def _frame(self) -> np.ndarray:
-        self._last = self._game.get_state().screen_buffer.copy()  # the buffer belongs to the engine
+        state = self._game.get_state()
+        self._last = state.screen_buffer.copy()  # the buffer belongs to the engine
+        self._labels = [(o.object_name, (o.x, o.y, o.x + o.width, o.y + o.height)) for o in state.labels or []]
         return self._last
 
     def describe(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save
 from lab.errors import InputError
 from lab.models.vision import DTYPES, OPTION_ATTENTION, DecisionConfig, DecisionModel
 from lab.tokens import SMOLVLM_TOKENS, TEXT_VOCABULARY, cache_folder, offline_weights, write_atomically
-from lab.workloads import QUESTION_TYPES
+from lab.workloads import DATA, QUESTION_TYPES
 
 VOCABULARY = TEXT_VOCABULARY + len(SMOLVLM_TOKENS)
 # SmolVLM-256M's shape (its published config); `tiny` is the same classes with three heads per layer, as odd as the
@@ -42,6 +42,22 @@ PRESETS = {
         },
     },
 }
+# What `lab train pocket` teaches. One head of 64 in the text model, as odd as the real nine.
+POCKET = {
+    "image_size": 128,
+    "vision": {"hidden_size": 96, "intermediate_size": 192, "num_hidden_layers": 4, "num_attention_heads": 3},
+    "text": {
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "initializer_range": 0.5,  # of the embedding rows; beside image rows of size 1 the usual 0.02 is nothing
+    },
+}
+# Trained checkpoints that come with the package, by the layout that their text model was taught in.
+TRAINED = {"pocket": DATA / "pocket" / "terminator", "pocket-question-first": DATA / "pocket" / "question_first"}
+KNOWN = (*PRESETS, *TRAINED)
 BACKBONES = ("smolvlm", "idefics3")
 
 
@@ -50,7 +66,8 @@ def load_model(
 ) -> DecisionModel:
     """A decision model in evaluation mode.
 
-    `name` is a preset (`smolvlm-256m`, `tiny`), a folder with a checkpoint in the published naming, or a hub name of a
+    `name` is a preset (`smolvlm-256m`, `tiny`), a trained checkpoint that comes with the package (`pocket`,
+    `pocket-question-first`; see `lab.training`), a folder with a checkpoint in the published naming, or a hub name of a
     SmolVLM backbone (fresh heads from `seed`). For the preset `smolvlm-256m` the text model takes SmolLM2-135M-Instruct's
     weights from the offline package (4-bit, dequantised) and the rest is random from `seed`; with `weights="random"` all
     of it is. `dtype` (`fp32`, `bf16`) is the backbone's, heads are fp32. Raises InputError for an unknown name, device
@@ -66,6 +83,9 @@ def load_model(
     name = str(name)
     if name in PRESETS:
         model = _preset(name, seed, weights)
+    elif name in TRAINED and weights == "default":
+        model = _folder(TRAINED[name])
+        model.name, model.weights = name, "trained by imitation of scripted experts (lab train pocket)"
     elif weights == "random":
         raise InputError(f"weights='random' goes with a preset ({', '.join(PRESETS)}), not with {name!r}.")
     elif Path(name).is_dir():
@@ -102,11 +122,16 @@ def _seeded(seed: int):
         yield
 
 
-def _preset(name: str, seed: int, weights: str) -> DecisionModel:
+def pocket_model(seed: int, layout: str = "terminator") -> DecisionModel:
+    """An untrained pocket model, weights from `seed`, for training."""
+    config = DecisionConfig(image_size=POCKET["image_size"], option_attention="block", head_layers=1, layout=layout)
+    return _build(POCKET, config, seed, "pocket")
+
+
+def _build(shape: dict, config: DecisionConfig, seed: int, name: str) -> DecisionModel:
     from transformers import SmolVLMConfig, SmolVLMModel
 
-    shape = PRESETS[name]
-    config = SmolVLMConfig(
+    backbone = SmolVLMConfig(
         vision_config={**shape["vision"], "image_size": shape["image_size"], "patch_size": 16},
         text_config={
             **shape["text"],
@@ -122,15 +147,19 @@ def _preset(name: str, seed: int, weights: str) -> DecisionModel:
         image_token_id=TEXT_VOCABULARY + SMOLVLM_TOKENS.index("<image>"),
         pad_token_id=2,
     )
-    said = f"random, seed {seed}"
     with _seeded(seed):
-        model = DecisionModel(SmolVLMModel(config), DecisionConfig(image_size=shape["image_size"]), said, name)
+        return DecisionModel(SmolVLMModel(backbone), config, f"random, seed {seed}", name)
+
+
+def _preset(name: str, seed: int, weights: str) -> DecisionModel:
+    shape = PRESETS[name]
+    model = _build(shape, DecisionConfig(image_size=shape["image_size"]), seed, name)
     if name == "smolvlm-256m" and weights == "default":
         kept = _offline_text_weights(model.encoder.text_model)
         embedding = kept.pop("embed_tokens.weight")
         model.encoder.text_model.load_state_dict(kept, strict=False)
         model.encoder.text_model.embed_tokens.weight.data[: len(embedding)] = embedding
-        model.weights = f"text SmolLM2-135M-Instruct (4-bit, dequantised); vision and heads {said}"
+        model.weights = f"text SmolLM2-135M-Instruct (4-bit, dequantised); vision and heads {model.weights}"
     return model
 
 
@@ -200,7 +229,8 @@ def _folder(folder: Path) -> DecisionModel:
 
 
 def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
-    """All tensors of a file; a table stored as `<name>.ids` and `<name>.rows` is filled out with zero rows."""
+    """All tensors of a file; the rest of a table stored as `<name>.ids` and `<name>.rows` is as
+    expected, that is as it was before training, from a seed."""
     try:
         with safe_open(path, "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -215,7 +245,7 @@ def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
         ):
             raise InputError(f"{path}: {name}.ids does not fit its rows or the table of {name}.")
         if name in expected:
-            state[name] = torch.zeros(expected[name].shape).index_copy(0, ids, rows.float())
+            state[name] = expected[name].float().index_copy(0, ids, rows.float())
     return state
 
 
@@ -251,7 +281,7 @@ def _hub(name: str, seed: int) -> DecisionModel:
 
     if "/" not in name:
         raise InputError(
-            f"Unknown model {name!r}: it is no preset ({', '.join(PRESETS)}), no folder, and no hub name (owner/name)."
+            f"Unknown model {name!r}: it is no model of ours ({', '.join(KNOWN)}), no folder, and no hub name (owner/name)."
         )
     try:
         encoder = AutoModel.from_pretrained(name, dtype=torch.float32)
@@ -259,7 +289,7 @@ def _hub(name: str, seed: int) -> DecisionModel:
         reason = str(error).splitlines()[0]
         raise InputError(
             f"The model {name!r} is no folder here, not in the hub's cache, and the hub did not give it ({reason}); "
-            f"name a preset ({', '.join(PRESETS)}) or a checkpoint folder, or fetch it where there is a network."
+            f"name one of ours ({', '.join(KNOWN)}) or a checkpoint folder, or fetch it where there is a network."
         ) from None
     if encoder.config.model_type not in BACKBONES:
         raise InputError(

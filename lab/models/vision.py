@@ -26,7 +26,10 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).par
 
 @dataclass(frozen=True)
 class DecisionConfig:
-    """What a decision checkpoint says besides its weights, under the published names (`vlm_agent_config.json`)."""
+    """What a decision checkpoint says besides its weights, under the published names (`vlm_agent_config.json`).
+
+    `layout`, a name of our own, is the order of segments that the text model was taught in.
+    """
 
     image_size: int = 512
     option_attention: str = "causal"
@@ -34,6 +37,7 @@ class DecisionConfig:
     image_interpolation: str = "processor"
     image_split_edge: int = 0
     readout: str = "terminator"
+    layout: str = "terminator"
     head_layers: int = 2
     n_act: int = 2
     max_len: int = 1024
