@@ -152,7 +152,8 @@ def play(
 ) -> None:
     """Let a model play without a notebook: a line per episode, then a summary; Ctrl-C says what was played."""
     from lab.experiments import live_play
-    from lab.live import DEFAULT_MODEL, Session, check_settings
+    from lab.live import Session
+    from lab.live_choices import DEFAULT_MODEL, check_settings
     from lab.moments import check_gif_path
 
     if game is not None and scenario is not None:

@@ -16,34 +16,14 @@ from typing import NamedTuple
 import numpy as np
 
 from lab.envs import make
-from lab.errors import InputError, whole
+from lab.errors import InputError
+from lab.live_choices import DEFAULT_MODEL, DEFAULT_SOURCE, STEPS, check_settings, question_for, remark
 from lab.moments import Moment, Recording
-from lab.workloads import MAX_FRAMES, Question, load_workloads
+from lab.workloads import Question
 
-DEFAULT_MODEL = "pocket"
-MODELS = ("pocket", "pocket-question-first", "tiny", "smolvlm-256m")
-DEFAULT_SOURCE = "doom:basic"
 WARM_UPS = 3
 SMALL = 20_000_000  # parameters up to which a second thread costs more than it brings
 KEEP_BYTES = 64_000_000
-
-
-class Kind(NamedTuple):
-    """A way to take decisions: the class in `lab.steps`, the layout it reads, and what it is in a few words."""
-
-    step: str
-    layout: str
-    about: str
-
-
-STEPS = {
-    "static": Kind("StaticStep", "terminator", "fixed shapes; on a GPU one captured graph"),
-    "eager": Kind("EagerStep", "terminator", "everything anew for every decision"),
-    "split": Kind("StaticSplitStep", "terminator", "the text model in two passes, cut after the picture"),
-    "compiled": Kind("CompiledStep", "terminator", "fixed shapes through torch.compile; slow to start"),
-    "question_first": Kind("QuestionFirstStep", "question_first", "the question first, its keys and values kept"),
-    "question_first_compiled": Kind("CompiledQuestionFirstStep", "question_first", "the same through torch.compile"),
-}
 
 
 class Episode(NamedTuple):
@@ -297,6 +277,10 @@ class Session:
             "scores": [episode.score for episode in self.episodes],
         }
 
+    @property
+    def title(self) -> str:
+        return f"{self.source}, {self.model.name}, {self.step.name}"
+
     def remark(self) -> str:
         """What keeps the answers from meaning much: untrained weights, a game or layout not trained on; else empty."""
         return remark(self.model, self.source, self.kind, self.frames)
@@ -314,17 +298,6 @@ class Session:
 
     def __exit__(self, *_) -> None:
         self.close()
-
-
-def check_settings(step: str, frames: int, seed: int, max_decisions: int | None = None) -> None:
-    """Raise InputError for a setting of a session that no game or model would take."""
-    if step not in STEPS:
-        raise InputError(f"Unknown step {step!r}; it is one of {', '.join(STEPS)}.")
-    if isinstance(frames, bool) or not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
-        raise InputError(f"frames is {frames!r}; give a whole number from 1 to {MAX_FRAMES}.")
-    whole("seed", seed, 0)
-    if max_decisions is not None:
-        whole("max_decisions", max_decisions, 1)
 
 
 # ---------------------------------------------------------------------------------------------- threads of torch
@@ -350,55 +323,3 @@ def threads(count: int | None) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------------------------------------- games and questions
-
-
-def sources() -> list[str]:
-    """Every game that can be played here: those with a workload of their own first, then all others by name."""
-    from lab.envs import EmulatorMissing, atari, doom
-
-    known = list(dict.fromkeys(workload.source for workload in load_workloads().values()))
-    for kind, names in (("atari", atari.games), ("doom", doom.scenarios)):
-        try:
-            known += [source for name in names() if (source := f"{kind}:{name}") not in known]
-        except EmulatorMissing:
-            known = [source for source in known if not source.startswith(kind)]
-    return known
-
-
-def question_for(source: str, actions: list[str]) -> Question:
-    """The shipped workload's question about `source`; where there is none, one made for its `actions`, with the
-    descriptions that shipped questions give to actions of these names."""
-    workloads = load_workloads().values()
-    for workload in workloads:
-        if workload.source == source and set(workload.question.names) == set(actions):
-            return workload.question
-    told = {name: text for workload in workloads for name, text in workload.question.options}
-    kind, _, name = source.partition(":")
-    where = f"{name} on an Atari" if kind == "atari" else f"the Doom scenario {name}"
-    words = {action: told.get(action, action.lower().replace("_", " ")) for action in actions}
-    return Question("choice", f"You are playing {where}. Which button is the right one now?", words)
-
-
-def remark(model, source: str, step: str, frames: int) -> str:
-    """What keeps a model's answers from meaning much: untrained weights, or a game, layout or number of frames that it was
-    not trained on; empty where there is nothing to say."""
-    if "random" in model.weights:
-        return f"{model.name} is not trained ({model.weights}): its choices mean nothing."
-    trained, said = trained_on(model), []
-    if trained and source not in trained:
-        said.append(
-            f"{model.name} was not trained on {source}, only on {', '.join(trained)}: its choices mean little here."
-        )
-    layout = getattr(model.config, "layout", "terminator")
-    if STEPS[step].layout != layout:
-        said.append(f"{model.name} was trained with the layout {layout}, and {step} reads {STEPS[step].layout}.")
-    if trained and frames > 1:
-        said.append(f"{model.name} was trained on one frame per decision, not on {frames}.")
-    return " ".join(said)
-
-
-def trained_on(model) -> list[str]:
-    return []

@@ -115,7 +115,8 @@ def strip(moments: Sequence[Moment], facts: dict, title: str, remark: str = "") 
     for moment in moments:
         best, share = moment.ranked[0]
         done = moment.action or best
-        under = f"{moment.decision_ms:.1f} ms · score {moment.score:g} · confidence {moment.confidence:.2f}"
+        under = f"{moment.decision_ms:.1f} ms · score {moment.score:g}<br>"
+        under += f"confidence {moment.confidence:.2f} · P(act) {moment.p_act:.2f}"
         cards.append(
             f'<div style="width:184px"><div style="{DIM};font-size:11px">episode {moment.episode + 1}, decision '
             f'{moment.number}</div><div style="height:150px;margin:2px 0 5px"><img alt="frame of decision {moment.number}" '

@@ -16,11 +16,11 @@ import torch
 from PIL import Image
 
 import lab
-from lab import live
 from lab.envs import make
 from lab.envs.doom import CLONE_FS
 from lab.errors import InputError
-from lab.live import Session, question_for, remark, sources
+from lab.live import Session
+from lab.live_choices import STEPS, question_for, remark, sources
 from lab.live_views import bars, numbers, strip
 from lab.moments import Moment, Recording
 from lab.player import Player, others_playing
@@ -133,19 +133,19 @@ def test_restart_begins_the_same_games_again_or_others(breakout):
     assert breakout.seed == 9 and breakout.tick().episode == 0
 
 
-@pytest.mark.parametrize("step", [step for step in live.STEPS if "compiled" not in step])
+@pytest.mark.parametrize("step", [step for step in STEPS if "compiled" not in step])
 def test_every_step_plays_two_frames_per_decision(tiny, step):
     with Session("atari:Pong", tiny, step=step, frames=2) as session:
         assert len([session.tick() for _ in range(3)][-1].probabilities) == 6
-        assert session.describe()["step"] == live.STEPS[step].step and session.describe()["frames"] == 2
+        assert session.describe()["step"] == STEPS[step].step and session.describe()["frames"] == 2
 
 
 def test_every_named_step_is_there_and_reads_its_layout():
     from lab import steps
 
-    for kind in live.STEPS.values():
+    for kind in STEPS.values():
         assert hasattr(steps, kind.step) and kind.about
-    assert {kind.layout for kind in live.STEPS.values()} == {"terminator", "question_first"}
+    assert {kind.layout for kind in STEPS.values()} == {"terminator", "question_first"}
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from lab.errors import InputError
-from lab.live import DEFAULT_MODEL, Session
+from lab.live import Session
+from lab.live_choices import DEFAULT_MODEL
 from lab.live_views import bars, numbers, strip
 from lab.moments import Moment, encode, picture_format
 from lab.player import others_playing
@@ -121,11 +122,12 @@ def weights(rows: pd.DataFrame) -> str:
 def answer(rows: pd.DataFrame) -> str:
     """The notebook's answer, computed from rows."""
     said = []
-    for line in table(rows).itertuples():
-        played = f"{line.episodes} episode(s), mean score {line._13:.1f}" if line.episodes else "no episode to its end"
+    for line in table(rows).to_dict("records"):
+        scores = f"{line['episodes']} episode(s), mean score {line['mean score']:.1f}"
         said.append(
-            f"{line.game}: {line.model} decides in {line.p50:.1f} ms (p95 {line.p95:.1f}), {line._8:.0f} times a second "
-            f"were there nothing else; {line.decisions} decisions, {played}."
+            f"{line['game']}: {line['model']} decides in {line['p50']:.1f} ms (p95 {line['p95']:.1f}), "
+            f"{line['a second']:.0f} times a second were there nothing else; {line['decisions']} decisions, "
+            f"{scores if line['episodes'] else 'no episode to its end'}."
         )
     return " ".join(said + sorted({start["remark"] for start in _about(rows, "start") if start["remark"]}))
 

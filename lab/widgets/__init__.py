@@ -39,7 +39,7 @@ def play(source: str = "doom:basic", decisions: int = 40, **settings):
     ) as session:
         for _ in range(decisions):
             session.tick()
-        return strip(session.recording.spread(4), session.facts(), source, session.remark())
+        return strip(session.recording.spread(4), session.facts(), session.title, session.remark())
 
 
 def __getattr__(name: str):

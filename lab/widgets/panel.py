@@ -15,7 +15,7 @@ import anywidget
 import ipywidgets as w
 
 from lab.errors import InputError
-from lab.live import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, question_for, sources
+from lab.live_choices import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, question_for, sources
 from lab.live_views import DIM, bars, numbers, strip
 from lab.moments import check_gif_path, encode, picture_format
 from lab.player import SPEED, Player
@@ -309,7 +309,7 @@ class Panel(w.VBox):
         session = self.player.session
         still = "A live panel: open the notebook in JupyterLab and run this cell."
         if session is not None and len(session.recording):
-            still = strip(session.recording.spread(4), session.facts(), session.source, session.remark()).html
+            still = strip(session.recording.spread(4), session.facts(), session.title, session.remark()).html
         data["text/html"] = f"<div>{still}</div>"
         return bundle
 
