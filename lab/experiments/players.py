@@ -6,7 +6,6 @@ A player is a function from a frame to an action, built as `player(env, seed)`; 
 import json
 import time
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +77,9 @@ def workload_for(source: str, model: str) -> Workload:
 
 def taught_games(model: str) -> list[str] | None:
     """Names of the workloads that a trained checkpoint was taught; None for a model that was taught none."""
-    trained = getattr(import_module("lab.models.checkpoints"), "TRAINED", {})
-    told = Path(trained.get(model, model)) / "training.json"
+    from lab.models.checkpoints import TRAINED
+
+    told = Path(TRAINED.get(model, model)) / "training.json"
     return list(json.loads(told.read_text(encoding="utf-8"))["recipe"]["games"]) if told.is_file() else None
 
 
