@@ -82,7 +82,7 @@ class TextStep:
         self.name = name or " + ".join([said for said, is_on in on.items() if is_on is not None] or ["eager"])
         self.watch, self.temperatures = Watch(model), self._temperatures()
         self.compile_s, self.shapes = 0.0, {}
-        self.counts = {"graphs": 0, "graph_breaks": 0}
+        self.counts = {"graphs": 0, "graph_breaks": 0, "disk_hits": 0}
         self._call = {None: model, "whole": None, "layers": None}[self.compile]
         if self.compile == "whole":
             self._call = torch.compile(model.forward, dynamic=False)
@@ -158,14 +158,14 @@ class TextStep:
 
     def _first(self, shape: tuple[int, int, int], inputs: list):
         """The first call of a shape, which compiles; its seconds are start cost."""
-        before, start = counters(), time.perf_counter()
+        before, start = _counters(), time.perf_counter()
         # torch's own limit of 8 shapes would otherwise fall back to uncompiled work without a word
         limits = {"recompile_limit": 4 * MOST_SHAPES, "accumulated_recompile_limit": 100 * MOST_SHAPES}
         with torch._dynamo.config.patch(**limits), unmarked():
             output = self._call(*inputs)
         self.shapes[shape] = time.perf_counter() - start
         self.compile_s += self.shapes[shape]
-        for name, now, then in zip(self.counts, counters(), before, strict=True):
+        for name, now, then in zip(self.counts, _counters(), before, strict=True):
             self.counts[name] += now - then
         return output
 
@@ -192,6 +192,12 @@ class TextStep:
             **self.counts,
             "check_s": self.watch.seconds,
         }
+
+
+def _counters() -> tuple[int, int, int]:
+    """Graphs compiled, graph breaks, and graphs taken from torch's cache on disk, so far in this process."""
+    counts = torch._dynamo.utils.counters
+    return *counters(), counts["inductor"]["fxgraph_cache_hit"] + counts["aot_autograd"]["autograd_cache_hit"]
 
 
 class _ByLayer:

@@ -1,0 +1,237 @@
+"""Notebook 07: what compiling, padding and keeping prompts bring a loop that asks three questions of every Snake board.
+
+Seven candidates in balanced orders on shared boards, the loop with its stages, the compact prompt beside the verbose one.
+What is no time (actions, distinct inputs, counters, memory, gameplay) is in `lab.experiments.snake_checks`.
+"""
+
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+
+import pandas as pd
+
+from lab.envs.snake import Board, Snake
+from lab.envs.snake_prompts import classify, prompt
+from lab.errors import InputError
+from lab.measure import Arm, compare
+from lab.records import beside_rows, join_rows
+
+EAGER, ALL = "eager", "compiled + padded to 16 + prompts kept"
+# name: compile, pad_to_multiple, cache_prompts; the published names in the order of the published table
+CANDIDATES = {
+    EAGER: (False, None, False),
+    "prompts kept": (False, None, True),
+    "compiled": (True, None, False),
+    "compiled + padded to 96": (True, 96, False),
+    "compiled + prompts kept": (True, None, True),
+    "compiled + padded to 16": (True, 16, False),
+    ALL: (True, 16, True),
+}
+# `blocks` of the ablation, `moves` of the loop, `stream` decisions whose actions are compared, `calls` of the memory check
+PROFILES = {
+    "smoke": {
+        "models": {"snake": {"blocks": 8, "moves": 8, "budget_s": 20}}, "pairs": 8, "stream": 24, "calls": 60,
+        "seeds": 5, "horizon": 40, "one_length": True,
+    },
+    "standard": {
+        "models": {
+            "snake": {"blocks": 200, "moves": 600, "budget_s": 40},
+            "multilingual": {"blocks": 20, "moves": 20, "budget_s": 60},
+            "english": {"blocks": 20, "moves": 0, "budget_s": 50},
+        },
+        "pairs": 64, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": False,
+    },
+    "full": {
+        "models": {
+            "snake": {"blocks": 400, "moves": 2400, "budget_s": None},
+            "multilingual": {"blocks": 200, "moves": 600, "budget_s": None},
+            "english": {"blocks": 200, "moves": 600, "budget_s": None},
+        },
+        "pairs": 200, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": False,
+    },
+}  # fmt: skip
+SEEDS = (101, 102, 103, 104)
+SEED_MOVES = 600
+WARM_UP = 3
+COMMON = ["best", "illegal", "unsafe", "unsafe"]  # the commonest classes of the four directions
+
+
+def run(
+    profile: str = "standard",
+    *,
+    out: Path | str | None = None,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    preset: str | None = None,
+) -> pd.DataFrame:
+    """Measure every model of the profile, or only `preset` (a name for `load_text_model`), and return rows.
+
+    Titles are "ablation, MODEL", "loop, MODEL" and "prompts, MODEL". Rows of a decision carry, as `counts`, the seed and
+    the number of the move, what was proposed and executed and with which probabilities, and the base arm's the board. Lines
+    beside them say what the candidates cost to start (`start`), whether they act alike (`actions`), how memory goes
+    (`memory`) and how games went (`game`). Raises InputError for an unknown profile, device, dtype or preset.
+    """
+    from lab.experiments import snake_checks
+    from lab.live import threads, threads_for
+    from lab.models.text import load_text_model
+
+    if profile not in PROFILES:
+        raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
+    settings = {**PROFILES[profile], "seed": seed, "out": out}
+    models = settings["models"]
+    if preset is not None:
+        own = models.get(preset, models["snake"])
+        models = {preset: own | {"budget_s": None if profile == "standard" else own["budget_s"]}}
+    tables = []
+    for number, (name, counts) in enumerate(models.items()):
+        model = load_text_model(name, device, dtype, seed)
+        with threads(threads_for(model)):
+            steps = build(model)
+            start = snake_checks.warm_up(steps, settings)
+            tables += [ablation(model, steps, counts, settings)]
+            tables += [loop(model, steps, counts, settings)] if counts["moves"] else []
+            lines = start
+            if number == 0:
+                tables.append(prompts(model, steps, settings))
+                lines += [snake_checks.actions(model, steps, settings), snake_checks.memory(model, steps, settings)]
+            tables.append(beside_rows(lines, out))
+        del model, steps
+    tables.append(beside_rows(snake_checks.games(settings, device), out))
+    return join_rows(tables)
+
+
+def build(model) -> dict:
+    """One step per candidate. A deep model is compiled by the layer, in a tenth of the time, a small one as a whole."""
+    from lab.models.text import PUBLISHED
+    from lab.steps.text import TextStep
+
+    how = "layers" if model.name in PUBLISHED else "whole"
+    return {
+        name: TextStep(model, how if compiled else False, multiple, kept, name)
+        for name, (compiled, multiple, kept) in CANDIDATES.items()
+    }
+
+
+@lru_cache(maxsize=2)
+def stream(moves: int, one_length: bool = False) -> tuple[tuple[int, Board], ...]:
+    """(seed, board) before each of `moves` moves: the planner's preferred play of seeds 101 to 104, 600 moves each, as the
+    trained checkpoint plays it too. With `one_length` only boards whose prompt is as long as most: one shape to compile.
+    """
+    found = []
+    for seed in SEEDS:
+        game = Snake(seed=seed)
+        for _ in range(SEED_MOVES):
+            if len(found) == moves:
+                return tuple(found)
+            plan = game.plan()
+            if not one_length or sorted(classify(move, plan) for move in plan.moves) == COMMON:
+                found.append((seed, game.board()))
+            game.step(plan.preferred)
+    return tuple(found)
+
+
+def spread(count: int, settings: dict) -> list[tuple[int, Board]]:
+    """`count` (seed, board) evenly from the stream of seeds 101 to 104."""
+    boards = stream(count if settings["one_length"] else len(SEEDS) * SEED_MOVES, settings["one_length"])
+    return [boards[i * len(boards) // count] for i in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------ measured
+
+
+def ablation(model, steps: dict, counts: dict, settings: dict) -> pd.DataFrame:
+    """All candidates on one board a block, in balanced orders: from the prompt to answers on the host."""
+    asked = [prompt(game := Snake.at(board), game.plan()) for _, board in spread(counts["blocks"], settings)]
+    return compare(
+        [Arm.of(step, counts=_prefix(step)) for step in steps.values()],
+        asked,
+        blocks=counts["blocks"],
+        warmup=WARM_UP,
+        budget_s=counts["budget_s"],
+        title=f"ablation, {model.name}",
+        orders="balanced",
+        **_common(model, settings),
+    )
+
+
+def loop(model, steps: dict, counts: dict, settings: dict) -> pd.DataFrame:
+    """Eager and all three options beside each other at every move of one stream of boards: everything but the game's own
+    step, which both would take alike."""
+    from lab.envs.snake_views import Screen
+    from lab.snake_loop import Pilot
+
+    given = [(seed, Snake.at(board)) for seed, board in stream(counts["moves"], settings["one_length"])]
+    flights = [_Flight(Pilot(steps[name], screen=Screen()), name == EAGER) for name in (EAGER, ALL)]
+    arms = [
+        Arm(flight.pilot.step.name, flight, flight.pilot.describe, counts=flight.counts, device=str(model.device))
+        for flight in flights
+    ]
+    return compare(
+        arms,
+        given,
+        blocks=len(given),
+        warmup=WARM_UP,
+        budget_s=counts["budget_s"],
+        title=f"loop, {model.name}",
+        **_common(model, settings),
+    )
+
+
+class _Flight:
+    """What the loop's arm calls; it remembers which seed's board it was, and with `whole` the board, for the rows."""
+
+    def __init__(self, pilot, whole: bool):
+        self.pilot, self.whole, self.seed = pilot, whole, None
+
+    def __call__(self, given: tuple[int, Snake]):
+        self.seed, game = given
+        return self.pilot.look(game)
+
+    def counts(self) -> dict:
+        turn, decision = self.pilot.last, self.pilot.last.decision
+        kept = {
+            "seed": self.seed,
+            "tick": turn.board.tick,
+            "proposed": decision.proposed,
+            "executed": decision.executed,
+            "probabilities": [round(float(p), 4) for p in decision.probabilities],
+        }
+        return kept | ({"board": asdict(turn.board)} if self.whole else {})
+
+
+def prompts(model, steps: dict, settings: dict) -> pd.DataFrame:
+    """The compact prompt beside the verbose one on the same boards, both eager."""
+    pairs = [
+        {kind: prompt(game, plan, kind) for kind in ("compact", "verbose")}
+        for _, board in spread(settings["pairs"], settings)
+        for game in [Snake.at(board)]
+        for plan in [game.plan()]
+    ]
+    step = steps[EAGER]
+    arms = [
+        Arm(
+            kind,
+            lambda pair, kind=kind: step.decide(pair[kind]),
+            describe={**step.describe(), "prompt": kind, "tokens": step.prepare(pairs[0][kind]).tokens},
+            device=str(model.device),
+        )
+        for kind in ("compact", "verbose")
+    ]
+    return compare(
+        arms, pairs, blocks=len(pairs), warmup=WARM_UP, title=f"prompts, {model.name}", **_common(model, settings)
+    )
+
+
+def _common(model, settings: dict) -> dict:
+    return {
+        "seed": settings["seed"],
+        "out": settings["out"],
+        "device": str(model.device),
+        "tags": {"model": model.name},
+        "keep_partial": False,
+    }
+
+
+def _prefix(step):
+    return None if step.parts is None else step.parts.counts
