@@ -60,6 +60,19 @@ def report(folder: Annotated[Path, typer.Argument(help="What `lab run` wrote.")]
 
 
 @app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A run's folder, several runs' folder, or a rows file.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The other one; ratios are B's time over A's.")],
+    as_json: Json = False,
+) -> None:
+    """Compare two runs arm by arm: another machine, dtype, commit or library version. Another workload is refused."""
+    from lab.two_runs import compare_runs
+
+    found = compare_runs(a, b)
+    print(json.dumps(found.to_json()) if as_json else found.text())
+
+
+@app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what is installed, which tokenizer and weights are used, and what to do about what is missing."""
     from lab.doctor import examine, show
