@@ -3,12 +3,13 @@
 Light to import: torch comes with the first session.
 """
 
+import threading
 import time
 import weakref
 from array import array
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from importlib import import_module
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from lab.workloads import Question
 WARM_UPS = 3
 SMALL = 20_000_000  # parameters up to which a second thread costs more than it brings
 KEEP_BYTES = 64_000_000
+_GPU = threading.RLock()
 
 
 class Episode(NamedTuple):
@@ -104,16 +106,15 @@ class Session:
             self.env = make(source)
         self._close = weakref.finalize(self, self.env.close)  # also when the program ends
         try:
-            if isinstance(model, str):
-                say("loading the model")
-                with self._starts("model"):
-                    model = import_module("lab.models").load_model(model, device, dtype)
-            self.model, self.threads = model, threads_for(model)
+            say("loading the model")
+            with self._starts("model") if isinstance(model, str) else nullcontext():
+                self.model = self._load(model, device, dtype)
+            self.threads = threads_for(self.model)
             self.max_decisions = max_decisions or import_module("lab.policy").MAX_DECISIONS
             self.keep_bytes, self.step = keep_bytes, None
             self.restart()
             say("warming up")
-            self.ask(question or question_for(source, self.env.actions))
+            self.ask(question or self.usual_question())
         except BaseException:
             self.close()
             raise
@@ -123,6 +124,32 @@ class Session:
         start = time.perf_counter()
         yield
         self.start_s[what] = self.start_s.get(what, 0.0) + time.perf_counter() - start
+
+    # ---------------------------------------------------------------------------------------------- of this kind of game
+
+    def _load(self, model, device: str, dtype: str):
+        return import_module("lab.models").load_model(model, device, dtype) if isinstance(model, str) else model
+
+    def usual_question(self) -> Question:
+        """What is asked where nothing else is given."""
+        return question_for(self.source, self.env.actions)
+
+    def _make_step(self, question: Question):
+        kind = getattr(import_module("lab.steps"), STEPS[self.kind].step)
+        return kind(self.model, question, self.frames, option_attention=self.model.config.option_attention)
+
+    def _seeds(self, number: int) -> tuple[int, np.random.Generator | None]:
+        """The environment's seed and the generator that choices are drawn from, of episode `number`."""
+        return import_module("lab.policy").episode_seeds(self.seed, number, self.choose)
+
+    def _take(self, answer) -> None:
+        """Act on an answer."""
+        self._running.take(answer.logits[0], answer.probabilities[0], answer.p_act[0])
+
+    def _torch(self) -> AbstractContextManager:
+        """Around every use of the model: its number of threads, and on a GPU nobody else meanwhile, for while one session
+        captures its graph no other thread may call the device."""
+        return _GPU if self.model.device.type == "cuda" else threads(self.threads)
 
     # ---------------------------------------------------------------------------------------------- playing
 
@@ -144,13 +171,10 @@ class Session:
 
         Raises InputError, with the old question kept, where it cannot be asked or its options are not the actions.
         """
-        policy, steps = import_module("lab.policy"), import_module("lab.steps")
-        policy.check_actions(question.names, self.env)
-        attention = self.model.config.option_attention
-        with threads(self.threads):
+        import_module("lab.policy").check_actions(question.names, self.env)
+        with self._torch():
             with self._starts("step"):
-                kind = getattr(steps, STEPS[self.kind].step)
-                step = kind(self.model, question, self.frames, option_attention=attention)
+                step = self._make_step(question)
             if self._running is None:
                 self.step = step
                 self._begin()
@@ -166,7 +190,7 @@ class Session:
         policy = import_module("lab.policy")
         for _ in range(100):
             self._number += 1
-            seed, generator = policy.episode_seeds(self.seed, self._number, self.choose)
+            seed, generator = self._seeds(self._number)
             self._running = policy.Running(
                 self.env, seed, self.max_decisions, generator, self.step, auto_fire=True, gate=False, record=False
             )
@@ -190,11 +214,11 @@ class Session:
             self._begin()
         running = self._running
         frame = running.window[-1]
-        with threads(self.threads):
+        with self._torch():
             start = time.perf_counter()
             answer = self.step.decide(self._inputs())
             decided = time.perf_counter()
-        running.take(answer.logits[0], answer.probabilities[0], answer.p_act[0])
+        self._take(answer)
         acted = time.perf_counter()
         self.decisions += 1
         action = self.env.actions[running.actions[-1]]
@@ -219,7 +243,7 @@ class Session:
         """Ask about what is on the screen without acting: a moment with no action, in no count and no figure."""
         if self._running.over:
             self._begin()
-        with threads(self.threads):
+        with self._torch():
             start = time.perf_counter()
             answer = self.step.decide(self._inputs())
             spent = time.perf_counter() - start
@@ -298,6 +322,13 @@ class Session:
 
     def __exit__(self, *_) -> None:
         self.close()
+
+
+def open_session(source: str = DEFAULT_SOURCE, **settings) -> Session:
+    """The session for a game: a `SnakeSession` for Snake, whose model reads text, else a `Session`."""
+    if source.partition(":")[0] == "snake":
+        return import_module("lab.live_snake").SnakeSession(source, **settings)
+    return Session(source, **settings)
 
 
 # ---------------------------------------------------------------------------------------------- threads of torch
