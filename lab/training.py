@@ -2,12 +2,14 @@
 
 A pocket model is the decision model at a small size, taught to answer the shipped questions as an expert does that reads
 the game's state. First the vision tower learns alone. A dense loss asks of every patch which things touch it, without
-which a ball of eight pixels is found only after a very long time. Linear layers on the image rows, one per game, say where
-in the picture each thing is, and imitate the expert directly; half-trained, that imitation leads games of its own whose
-frames the expert labels too, so that the model has seen its own mistakes (Ross et al., "A Reduction of Imitation Learning
-and Structured Prediction to No-Regret Online Learning", 2011). These helpers are then thrown away, the image rows of all
-examples computed once, and the text model and heads learn to read the answer off them at the options, which stand in a
-random order half of the time. Every layout is taught from the same vision tower on the same examples.
+which a ball of eight pixels is found only after a very long time. Linear layers on the mean of the image rows, one per
+game, say where in the picture each thing is, and imitate the expert directly; the mean, since attention reads image rows
+as a weighted mean too, and what only the rows side by side tell is beyond a small text model. Half-trained, that imitation
+leads games of its own, whose frames the expert labels too, so that the model has seen its own mistakes (Ross et al., "A
+Reduction of Imitation Learning and Structured Prediction to No-Regret Online Learning", 2011). These helpers are then
+thrown away, the image rows of all examples computed once, and the text model and heads learn to read the answer off them
+at the options, which stand in a random order half of the time. Every layout is taught from the same vision tower on the
+same examples.
 """
 
 import json
@@ -57,7 +59,7 @@ class Recipe:
     led: int = 2000
     rounds: int = 2
     vision_steps: int = 4000
-    language_steps: int = 1500
+    language_steps: int = 1200
     batch: int = 63
     rate: float = 2e-3
     wander: float = 0.08
@@ -224,7 +226,7 @@ def _teach_vision(recipe: Recipe, model: DecisionModel, log: RowWriter, quiet: b
     workloads = [get_workload(game) for game in recipe.games]
     size, vision = model.config.image_size, model.encoder.config.vision_config
     grid = size // vision.patch_size
-    rng, width = np.random.default_rng(recipe.seed), model.encoder.config.text_config.hidden_size * model.image_tokens
+    rng, width = np.random.default_rng(recipe.seed), model.encoder.config.text_config.hidden_size
     examples = [
         collect(workload, recipe.frames, recipe.seed, model, wander=recipe.wander)
         for workload in tqdm(workloads, desc="expert's games", disable=quiet)
@@ -241,7 +243,7 @@ def _teach_vision(recipe: Recipe, model: DecisionModel, log: RowWriter, quiet: b
     def leader(game: int) -> Callable[[np.ndarray], int]:
         to_pixels = DevicePixels(size)
         return torch.inference_mode()(
-            lambda frame: int(direct[game](see(to_pixels.uint8(frame[None]))[1].flatten(1)).argmax())
+            lambda frame: int(direct[game](see(to_pixels.uint8(frame[None]))[1].mean(1)).argmax())
         )
 
     parameters = [*model.encoder.vision_model.parameters(), *model.encoder.connector.parameters()]
@@ -260,7 +262,7 @@ def _teach_vision(recipe: Recipe, model: DecisionModel, log: RowWriter, quiet: b
         whole = torch.zeros(())
         for game, (own, pick) in enumerate(zip(examples, picks, strict=True)):
             here = slice(ends[game] - counts[game], ends[game])
-            seen, wanted, middles = image_rows[here].flatten(1), own.options[pick], own.middles[pick]
+            seen, wanted, middles = image_rows[here].mean(1), own.options[pick], own.middles[pick]
             # a thing touches one patch or two of 64: without the weight, "nothing anywhere" is a good answer for long
             dense = binary_cross_entropy_with_logits(
                 patches[game](hidden[here]), own.touched[pick].float(), pos_weight=torch.tensor(5.0)
