@@ -9,7 +9,7 @@ from lab.errors import InputError, whole
 from lab.workloads import MAX_FRAMES, Question, get_workload, load_workloads
 
 DEFAULT_MODEL = "pocket"
-MODELS = ("pocket", "pocket-question-first", "tiny", "smolvlm-256m")
+MODELS = ("pocket", "pocket-question-first", "snake", "snake-tenth", "tiny", "smolvlm-256m")
 DEFAULT_SOURCE = "doom:basic"
 
 
@@ -52,7 +52,7 @@ def sources() -> list[str]:
             known += [source for name in names() if (source := f"{kind}:{name}") not in known]
         except EmulatorMissing:
             known = [source for source in known if not source.startswith(kind)]
-    return known
+    return [*known, "snake:24x16"]
 
 
 def question_for(source: str, actions: list[str]) -> Question:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lab.errors import InputError
-from lab.live import Session, Times
+from lab.live import Session, Times, open_session
 from lab.moments import Moment
 from lab.workloads import Question
 
@@ -176,11 +176,13 @@ class Player:
         loaded = None
         if old is not None:
             old.close()
-            if all(settings.get(key) == self.settings.get(key) for key in ("model", "device", "dtype")):
+            kind = str(settings.get("source")).startswith("snake:")  # whose models read text
+            same = kind == str(self.settings.get("source")).startswith("snake:")
+            if same and all(settings.get(key) == self.settings.get(key) for key in ("model", "device", "dtype")):
                 loaded = old.model
         self.settings = settings
         self.draw_ms = Times()
-        self.session = Session(**settings | ({} if loaded is None else {"model": loaded}), say=say)
+        self.session = open_session(**settings | ({} if loaded is None else {"model": loaded}), say=say)
         self.moment, self.message = self.session.look(), ""
         self.state = "paused"
         if self._wanted:

@@ -1,4 +1,4 @@
-"""Games as frame sources: one small interface over Atari and Doom, seeded random policies, recorded frames.
+"""Games as frame sources: one small interface over Atari, Doom and Snake, seeded random policies, recorded frames.
 
 An environment has `source`, `actions` (their names, in order), `reset(seed=None) -> frame`, `step(action) ->
 (frame, reward, ended)`, `describe()` and `close()`. A frame is uint8 [height, width, 3]. `terminal_frame` says whether
@@ -24,7 +24,7 @@ RECORDED_SOURCES = ("atari:Pong", "atari:Breakout", "atari:Boxing", "doom:basic"
 
 RECORDING = DATA / "frames.npz"
 
-OPTIONS = {"atari": {"full_actions"}, "doom": {"tics", "labels"}}
+OPTIONS = {"atari": {"full_actions"}, "doom": {"tics", "labels"}, "snake": set()}
 
 Action = int | list[int]
 Policy = Callable[[np.ndarray], Action]
@@ -48,25 +48,29 @@ class Env(Protocol):
 
 
 def make(source: str, seed: int = 0, **options: Any) -> Env:
-    """The environment named "atari:Game" or "doom:scenario"; its first reset starts from `seed`.
+    """The environment named "atari:Game", "doom:scenario" or "snake:24x16"; its first reset starts from `seed`.
 
     Options: `full_actions` (bool) for Atari, `tics` (int, how long an action is held) and `labels`
     (bool, whether it says what is on the screen) for Doom. InputError for an unknown
     source or option, with the nearest known names, and where the emulator, ROM or scenario file is missing.
     """
     kind, _, name = source.partition(":")
-    if kind not in ("atari", "doom") or not name:
+    if kind not in OPTIONS or not name:
         raise InputError(
-            f"Unknown frame source {source!r}; write atari:GAME (atari:Pong) or doom:SCENARIO (doom:basic)."
+            f"Unknown frame source {source!r}; write atari:GAME (atari:Pong), doom:SCENARIO (doom:basic) or snake:24x16."
         )
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**31:
         raise InputError(f"The seed is {seed!r}; give a whole number from 0 to {2**31 - 1}.")
     if kind == "atari":
         from lab.envs.atari import Atari as Kind
-    else:
+    elif kind == "doom":
         from lab.envs.doom import Doom as Kind
+    else:
+        from lab.envs.snake_env import SnakeEnv as Kind
     if strange := set(options) - OPTIONS[kind]:
-        raise InputError(f"{source} has no option {', '.join(sorted(strange))}; it has {', '.join(OPTIONS[kind])}.")
+        raise InputError(
+            f"{source} has no option {', '.join(sorted(strange))}; it has {', '.join(OPTIONS[kind]) or 'none'}."
+        )
     return Kind(name, int(seed), **options)
 
 

@@ -15,7 +15,7 @@ import anywidget
 import ipywidgets as w
 
 from lab.errors import InputError
-from lab.live_choices import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, question_for, sources
+from lab.live_choices import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, sources
 from lab.live_views import DIM, bars, numbers, strip
 from lab.moments import check_gif_path, encode, picture_format
 from lab.player import SPEED, Player
@@ -182,7 +182,7 @@ class Panel(w.VBox):
     def _original(self) -> None:
         session = self.player.session
         if session is not None:
-            question = question_for(session.source, session.env.actions)
+            question = session.usual_question()
             with self._quietly():
                 self._fill(question)
             self.player.ask(question)
