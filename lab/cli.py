@@ -40,6 +40,9 @@ def run(
         typer.Option("-p", "--parameter", metavar="NAME VALUE", help="Set a notebook parameter; may be repeated."),
     ] = None,
     notebooks: Annotated[Path | None, typer.Option(help="Folder of the notebooks [default: the checkout's].")] = None,
+    rows: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Show the rows measured elsewhere that FOLDER holds.")
+    ] = None,
 ) -> None:
     """Run the notebooks and write a report that opens anywhere: FOLDER/index.html."""
     from lab import runner
@@ -48,7 +51,8 @@ def run(
     for name, equals, _ in pairs:
         if not (name and equals):
             raise InputError(f"-p takes a name and a value, not {name!r} alone")
-    raise typer.Exit(runner.run(profile, out, only, {name: value for name, _, value in pairs}, notebooks))
+    parameters = {name: value for name, _, value in pairs}
+    raise typer.Exit(runner.run(profile, out, only, parameters, notebooks, rows=rows))
 
 
 @app.command()
@@ -146,10 +150,12 @@ def duplicates(
 
 @app.command()
 def play(
-    game: Annotated[str | None, typer.Option(help="An Atari game: Pong, Breakout, ...")] = None,
+    game: Annotated[
+        str | None, typer.Option(help="snake, which is drawn in the terminal, or an Atari game: Pong, Breakout, ...")
+    ] = None,
     scenario: Annotated[str | None, typer.Option(help="A Doom scenario [default: basic].")] = None,
     model: Annotated[
-        str | None, typer.Option(help="A preset, a checkpoint folder or a hub name [default: pocket].")
+        str | None, typer.Option(help="A preset, a checkpoint folder or a hub name [default: pocket; for Snake snake].")
     ] = None,
     step: Annotated[str, typer.Option(help="static, eager, split, question_first, compiled, ...")] = "static",
     device: Device = "cpu",
@@ -161,11 +167,18 @@ def play(
     record: Annotated[
         Path | None, typer.Option(help="Keep the last 600 decisions as a moving picture: out.gif.")
     ] = None,
+    optimize: Annotated[
+        bool, typer.Option("--optimize", help="Snake: compiled, padded to 16 tokens, prompts kept.")
+    ] = False,
+    fps: Annotated[float | None, typer.Option(help="Snake: moves a second [default: 12].")] = None,
+    max_speed: Annotated[
+        bool, typer.Option("--max-speed", help="Snake: as many moves a second as there can be.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Let a model play without a notebook: a line per episode, then a summary; Ctrl-C says what was played."""
     from lab.experiments import live_play
-    from lab.live import Session
+    from lab.live import open_session
     from lab.live_choices import DEFAULT_MODEL, check_settings
     from lab.moments import check_gif_path
 
@@ -176,20 +189,35 @@ def play(
     check_settings(step, frames, seed)
     if record is not None:
         check_gif_path(record)
+    snake = game is not None and game.partition(":")[0].lower() == "snake"
+    if not snake and (optimize or max_speed or fps is not None):
+        raise InputError("--optimize, --fps and --max-speed go with --game snake.")
+    if (fps is not None and not 0 < fps < float("inf")) or (fps is not None and max_speed):
+        raise InputError("Give --fps a number above 0, or --max-speed, not both.")
     source = f"doom:{'basic' if scenario is None else scenario}" if game is None else f"atari:{game}"
+    if snake:
+        source, step = f"snake:{game.partition(':')[2] or '24x16'}", "compiled" if optimize else step
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
 
     try:
-        session = Session(
-            source, model or DEFAULT_MODEL, step, device, dtype, frames, choose, seed, say=lambda w: say(f"{w} ...")
+        session = open_session(
+            source,
+            model=model or ("snake" if snake else DEFAULT_MODEL),
+            **{"step": step, "device": device, "dtype": dtype, "frames": frames, "choose": choose, "seed": seed},
+            say=lambda what: say(f"{what} ..."),
         )
     except KeyboardInterrupt:
         say("stopped before the first decision")
         raise typer.Exit(130) from None
     with session:
-        whole = live_play.watch(session, steps, say)
+        if snake:
+            from lab.live_snake import watch
+
+            whole = watch(session, steps, None if max_speed else fps or 12.0, sys.stdout.isatty() and not as_json, say)
+        else:
+            whole = live_play.watch(session, steps, say)
         found = live_play.summary(session)
         if not whole:
             say("stopped from the keyboard")
@@ -272,6 +300,37 @@ def resume(
 
         result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
     _print_result(result, as_json)
+
+
+@bench.command()
+def snake(
+    preset: Annotated[
+        str | None,
+        typer.Option(help="snake (the trained checkpoint, the default), english, multilingual, tiny, a folder."),
+    ] = None,
+    device: Device = "cpu",
+    dtype: Annotated[str, typer.Option(help="The encoder's: fp32 or bf16.")] = "fp32",
+    as_json: Json = False,
+    out: Out = None,
+) -> None:
+    """Time what compiling, padding and keeping prompts bring a Snake loop; compare actions, memory and games."""
+    with _quiet(as_json):
+        from lab.experiments.snake_results import bench as measure
+
+        result = measure(preset=preset, device=device, dtype=dtype, out=out)
+    _print_result(result, as_json)
+
+
+@train.command("snake")
+def train_snake(
+    out: Annotated[Path, typer.Option(help="Folder that gets the two checkpoints, whole and tenth.")] = Path("snake"),
+    seed: Annotated[int, typer.Option(help="Seed of the weights, the games and the order of the positions.")] = 0,
+) -> None:
+    """Teach two small text models to read the planner's words, the second from a tenth of the data: two minutes."""
+    from lab.snake_training import Recipe, train
+
+    for name, folder in train(Recipe(seed=seed), out).items():
+        print(f"{name}: {folder}")
 
 
 @train.command()

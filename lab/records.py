@@ -368,10 +368,11 @@ class Run:
         """Write <notebook>.json, whole or not at all, and return its path.
 
         It holds `notebook`, `parameters`, `results` (numbers and texts by name; an `Estimate` becomes value, low, high
-        and n; NaN becomes null), `weights` (which weights the figures were taken on), `machine`, `versions`,
-        `seconds` since the run began, and `finished` (UTC, ISO 8601).
+        and n; NaN becomes null), `weights` (which weights the figures were taken on), `machine` and `versions` (of given
+        rows those that they were measured with, where they tell), `seconds` since the run began, and `finished` (UTC, ISO 8601).
         """
-        machine = {"cpu": _cpu(), "gpus": _gpus(), "torch": _torch_state()}
+        here = self._measured_on() or {"cpu": _cpu(), "gpus": _gpus(), "torch": _torch_state(), "versions": _versions()}
+        machine = {name: here.get(name) for name in ("cpu", "gpus", "torch")}
         return write_json(
             self.folder / f"{self.notebook}.json",
             {
@@ -380,11 +381,18 @@ class Run:
                 "results": results,
                 "weights": weights,
                 "machine": machine,
-                "versions": _versions(),
+                "versions": here.get("versions"),
                 "seconds": round(time.perf_counter() - self._started, 3),
                 "finished": datetime.now(UTC).isoformat(),
             },
         )
+
+    def _measured_on(self) -> dict | None:
+        """The environment that given rows tell of themselves; None where this run measures or they tell none."""
+        rows = self.parameters.get("rows")
+        if not rows or not Path(rows).is_file():
+            return None
+        return next((line for line in read_rows(rows).attrs["about"] if line["kind"] == "environment"), None)
 
 
 def _interactive_folder() -> Path:

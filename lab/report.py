@@ -112,6 +112,7 @@ def front(folder: Path, cards: list[dict[str, Any]]) -> dict[str, Any]:
     profiles = sorted({str(card["parameters"].get("profile", "")) for card in cards} - {""})
     facts = [started.replace("T", " "), f"profile {' and '.join(profiles)}" if profiles else ""]
     facts += [_duration(sum(card["seconds"] for card in cards)), _machine(moments.get("before", {}))]
+    facts += [f"rows measured elsewhere ({record['rows_from']})"] if record.get("rows_from") else []
     return {
         "date": started[:10] or datetime.now().strftime("%Y-%m-%d"),
         "cards": cards,

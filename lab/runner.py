@@ -10,13 +10,14 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from lab.errors import InputError
@@ -131,8 +132,13 @@ def _article(default: Any) -> str:
     return words.get(type(default), f"a {type(default).__name__}")
 
 
-def prepare(paths: list[Path], profile: str, parameters: dict[str, Any]) -> list[Notebook]:
-    """Check all notebooks and parameters before anything runs; a parameter goes to every notebook that declares it."""
+def prepare(
+    paths: list[Path], profile: str, parameters: dict[str, Any], given: Mapping[str, Path] = MappingProxyType({})
+) -> list[Notebook]:
+    """Check all notebooks and parameters before anything runs; a parameter goes to every notebook that declares it.
+
+    `given` are rows files by notebook, which need no emulator.
+    """
     declared = {path: read_parameters(path) for path in paths}
     for name in parameters:
         takers = [path for path in paths if name in declared[path]]
@@ -154,10 +160,17 @@ def prepare(paths: list[Path], profile: str, parameters: dict[str, Any]) -> list
             passed["rows"] = str(rows)
         shared = {n: v for n, v in passed.items() if n in ("profile", "seed", "device", "dtype")}
         _check_values(**{"profile": profile} | shared)
-        if not passed.get("rows"):
+        if not passed.get("rows") and path.stem not in given:
             _check_needs(path)
         notebooks.append(Notebook(path, defaults, {"profile": profile} | passed))
     return notebooks
+
+
+def _measures(path: Path) -> bool:
+    """Whether a notebook takes rows of its own: one that does not says `"measures": false` in its metadata."""
+    import nbformat
+
+    return nbformat.read(path, as_version=4).metadata.get("measures", True)
 
 
 def _check_needs(path: Path) -> None:
@@ -388,10 +401,12 @@ def run(
     parameters: dict[str, Any] | None = None,
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
+    rows: Path | None = None,
 ) -> int:
     """Run the chosen notebooks of `folder` (default: the checkout's) and write their pages and index.html into `out`.
 
-    Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others still run), 130 after
+    With `rows`, a folder, the notebooks show its rows instead of measuring (see `lab.elsewhere`), those it has rows of and
+    those that measure nothing. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others still run), 130 after
     Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
     """
     for package in ("papermill", "nbconvert", "ipykernel"):
@@ -399,12 +414,22 @@ def run(
             raise InputError(f"{package} is not installed: install everything with make report or pip install -e .")
     say("reading the notebooks ...")
     paths = select(Path(folder).resolve() if folder else notebooks_folder(), only)
-    notebooks = prepare(paths, profile, parameters or {})
-    target = open_folder(out, [n.name for n in notebooks], [n.passed.get("rows", "") for n in notebooks])
+    elsewhere, given = import_module("lab.elsewhere"), {}
+    if rows is not None:
+        given = elsewhere.find(rows, [path.stem for path in paths])
+        paths = [path for path in paths if path.stem in given or not _measures(path)]
+    notebooks = prepare(paths, profile, parameters or {}, given)
+    shown = [*map(str, given.values()), *(n.passed.get("rows", "") for n in notebooks)]
+    target = open_folder(out, [n.name for n in notebooks], shown)
+    records, report = import_module("lab.records"), import_module("lab.report")
+    if given:
+        taken = elsewhere.take_over(given, rows, target)
+        for notebook in notebooks:
+            notebook.passed.update({"rows": taken[notebook.name]} if notebook.name in taken else {})
+    else:
+        records.write_environment(target, "before")
     announce(notebooks, target, say)
 
-    records, report = import_module("lab.records"), import_module("lab.report")
-    records.write_environment(target, "before")
     code = 0
     try:
         for number, notebook in enumerate(notebooks, 1):
@@ -420,7 +445,8 @@ def run(
                 code = 130
                 break
             report.build(target)  # after each, so that a run that is cut short has its front page too
-        records.write_environment(target, "after")
+        if not given:
+            records.write_environment(target, "after")
         say(f"report: {report.build(target)}")
     except (OSError, InputError) as error:  # the disk filled up, or the folder went away
         say(f"stopped: {error}; what was written until then is in {target}")

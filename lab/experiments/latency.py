@@ -41,6 +41,7 @@ def run(
     device: str = "cpu",
     dtype: str = "fp32",
     preset: str | None = None,
+    weights: str = "default",
 ) -> pd.DataFrame:
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
@@ -53,7 +54,7 @@ def run(
 
     settings = settings_of(profile)
     preset = preset or settings["preset"]
-    model = load_model(preset, device, dtype, seed)
+    model = load_model(preset, device, dtype, seed, weights)
     tables = []
     for number, name in enumerate(settings["workloads"]):
         workload = get_workload(name)
