@@ -46,7 +46,7 @@ def run(out: Path | None = None, seed: int = 0) -> int:
 
 
 def _benches(folder: Path, seed: int) -> dict:
-    from lab.experiments import graphs, latency, question_first, resume
+    from lab.experiments import graphs, question_first, resume
 
     # Random weights: the offline package is not there, and time does not depend on them.
     common = {"device": "cuda", "seed": seed, "weights": "random"}

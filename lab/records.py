@@ -369,7 +369,8 @@ class Run:
 
         It holds `notebook`, `parameters`, `results` (numbers and texts by name; an `Estimate` becomes value, low, high
         and n; NaN becomes null), `weights` (which weights the figures were taken on), `machine` and `versions` (of given
-        rows those that they were measured with, where they tell), `seconds` since the run began, and `finished` (UTC, ISO 8601).
+        rows those that they were measured with, where they tell), `seconds` since the run began, and `finished` (UTC, ISO
+        8601).
         """
         here = self._measured_on() or {"cpu": _cpu(), "gpus": _gpus(), "torch": _torch_state(), "versions": _versions()}
         machine = {name: here.get(name) for name in ("cpu", "gpus", "torch")}

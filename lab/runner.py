@@ -405,9 +405,9 @@ def run(
 ) -> int:
     """Run the chosen notebooks of `folder` (default: the checkout's) and write their pages and index.html into `out`.
 
-    With `rows`, a folder, the notebooks show its rows instead of measuring (see `lab.elsewhere`), those it has rows of and
-    those that measure nothing. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others still run), 130 after
-    Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
+    With `rows`, a folder, the notebooks show its rows instead of measuring (see `lab.elsewhere`): those it has rows of, and
+    those that measure nothing. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others
+    still run), 130 after Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
     """
     for package in ("papermill", "nbconvert", "ipykernel"):
         if find_spec(package) is None:
