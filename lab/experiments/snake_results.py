@@ -26,7 +26,7 @@ def lines(rows: pd.DataFrame, kind: str) -> list[dict]:
 def models(rows: pd.DataFrame, what: str = "ablation") -> list[str]:
     """The models with a comparison of this kind, in order."""
     titles = dict.fromkeys(rows["title"])
-    return [title.split(", ")[1] for title in titles if title.startswith(f"{what}, ")]
+    return [title.split(", ", 1)[1] for title in titles if title.startswith(f"{what}, ")]
 
 
 def _part(rows: pd.DataFrame, title: str) -> pd.DataFrame:
