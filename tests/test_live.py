@@ -86,14 +86,14 @@ def test_start_and_emulator_are_in_no_decision_time(breakout, monkeypatch):
     slow = breakout.env.step
 
     def step(action):
-        time.sleep(0.05)
+        time.sleep(0.4)
         return slow(action)
 
     monkeypatch.setattr(breakout.env, "step", step)
-    moments = [breakout.tick() for _ in range(6)]
-    assert all(moment.emulator_ms > 50 for moment in moments)
-    assert breakout.decision_ms.percentiles()["p50"] < 45
-    assert breakout.rate < 20 < breakout.facts()["possible"]
+    moments = [breakout.tick() for _ in range(3)]
+    assert all(moment.emulator_ms > 400 for moment in moments)
+    assert breakout.decision_ms.percentiles()["p50"] < 350
+    assert breakout.rate < 2.5 < breakout.facts()["possible"]
     breakout.rest()
     assert breakout.rate == 0
 
