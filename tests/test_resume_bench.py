@@ -51,7 +51,7 @@ def test_the_last_line_is_one_object_with_every_turn(measured):
     assert document["turns"][0]["cached_tokens"] == 0 < document["turns"][1]["cached_tokens"]
     for turn in document["turns"]:
         assert turn["ttft_ms"] > 0 and turn["low"] <= turn["ratio"] <= turn["high"]
-    assert [line["images"] for line in document["growth"]] == [1, 3, 4, 8]
+    assert [line["images"] for line in document["growth"]] == [3, 4, 8]
     assert all(line["encoded"] == 1 and line["encoded_without"] == line["images"] for line in document["growth"])
 
 
@@ -102,7 +102,7 @@ def test_figures_draw_every_prompt_and_turn(measured):
     _, rows = measured
     table, prompts = resume.times(rows), resume.lines(rows, "prompt")
     axes = figures.prompt_strips(prompts).axes[0]
-    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["turn 1", "turn 2", "turn 3", "1 image", "8 images"]
+    assert [tick.get_text() for tick in axes.get_yticklabels()] == ["turn 1", "turn 2", "turn 3", "8 images"]
     said = [text.get_text() for text in axes.texts]
     assert "1 of 3 encoded" in said and "1 of 8 encoded" in said
     assert len(figures.first_token_bars(resume.turns(table)).axes[0].patches) == 6
