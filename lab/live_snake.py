@@ -158,7 +158,7 @@ def _screen(session: SnakeSession, moment):
 def _lines(session: SnakeSession, moment) -> Iterator[str]:
     decision = session.step.decision()
     yield (
-        f"seed {session._running.seed}  move {moment.number + 1}  score {moment.score:g}  "
+        f"seed {session._running.seed}  move {moment.number}  score {moment.score:g}  "
         f"{moment.action} {moment.ranked[0][1]:.0%}  interventions {session.interventions}"
     )
     yield f"dead-end risk {decision.risk:.0%}  food reachable {decision.food:.0%}"

@@ -1,6 +1,7 @@
 """How a Snake board looks: a picture for a notebook, coloured text for a terminal."""
 
 import io
+from html import escape
 
 import numpy as np
 from rich.console import Console
@@ -35,7 +36,7 @@ def picture(game: Snake | Board, scale: int = 12) -> np.ndarray:
 
 def rich_board(game: Snake | Board) -> Text:
     """The board as text for rich: two characters a cell, in 24-bit colours, one run of text per stretch of a colour."""
-    text = Text(no_wrap=True, end="")
+    text = Text(no_wrap=True)
     for y, row in enumerate(colours(game)):
         start = 0
         for x in range(1, len(row) + 1):
@@ -61,3 +62,23 @@ class Screen:
         self.file.truncate()
         self.console.print(rich_board(game), *(Text(line) for line in lines), sep="\n")
         return self.file.getvalue()
+
+
+def moving_picture(boards: list[Board], title: str, scale: int = 10, ms: int = 60):
+    """A game as a picture that moves and repeats by itself, a frame per board: a View that needs no kernel and no script."""
+    from base64 import b64encode
+
+    from PIL import Image
+
+    from lab.views import View
+
+    pictures = [Image.fromarray(picture(board, scale)).quantize(64, dither=Image.Dither.NONE) for board in boards]
+    file = io.BytesIO()
+    pictures[0].save(file, "GIF", save_all=True, append_images=pictures[1:], duration=ms, loop=0)
+    said = f"{title}: {len(boards)} moves, score {boards[-1].score}"
+    html = (
+        f'<figure style="margin:0;color:inherit"><img alt="{escape(said)}" src="data:image/gif;base64,'
+        f'{b64encode(file.getvalue()).decode()}" style="border-radius:4px;max-width:100%">'
+        f'<figcaption style="font-size:12px;opacity:.75">{escape(said)}</figcaption></figure>'
+    )
+    return View(html, said)

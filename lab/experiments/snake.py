@@ -94,7 +94,7 @@ def run(
         model = load_text_model(name, device, dtype, seed)
         settings["one_length"] = counts.get("one_length", PROFILES[profile]["one_length"] or preset == "tiny")
         with threads(threads_for(model)):
-            steps = build(model)
+            steps = build(model, "layers" if profile == "smoke" else None)
             start = snake_checks.warm_up(steps, settings)
             tables += [ablation(model, steps, counts, settings)]
             tables += [loop(model, steps, counts, settings)] if counts["moves"] else []
@@ -108,11 +108,12 @@ def run(
     return join_rows(tables)
 
 
-def build(model) -> dict:
-    """One step per candidate. A small model is compiled as a whole; a larger one by the layer, in a fraction of the time."""
+def build(model, how: str | None = None) -> dict:
+    """One step per candidate. `how` to compile is by default as a whole for a small model; for a larger one by the layer,
+    which takes a fraction of the time."""
     from lab.steps.text import TextStep
 
-    how = "whole" if model.encoder.config.hidden_size <= SMALL else "layers"
+    how = how or ("whole" if model.encoder.config.hidden_size <= SMALL else "layers")
     return {
         name: TextStep(model, how if compiled else False, multiple, kept, name)
         for name, (compiled, multiple, kept) in CANDIDATES.items()

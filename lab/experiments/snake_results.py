@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
+from scipy.stats import t as t_distribution
 
 from lab import stats
 from lab.errors import InputError
@@ -67,6 +68,12 @@ def ablation(rows: pd.DataFrame, model: str) -> pd.DataFrame:
             }
         )
     return pd.DataFrame(found)
+
+
+def again(rows: pd.DataFrame, model: str) -> tuple[float, float]:
+    """The interval of eager timed against itself, in the ablation of a model."""
+    found = stats.paired_ratio(_part(rows, f"ablation, {model}"), EAGER + stats.AGAIN, EAGER)
+    return found.low, found.high
 
 
 @dataclass(frozen=True)
@@ -193,6 +200,36 @@ def replay_seed(rows: pd.DataFrame) -> tuple[int, list[str]]:
     own = [line for line in lines(rows, "game") if line["policy"] == MODELS[0]]
     best = max(own, key=lambda line: line["score"])
     return best["seed"], [NAMES[int(place)] for place in best["actions"]]
+
+
+def replayed(seed: int, directions: list[str]):
+    """That game as a moving picture: a View."""
+    from lab.envs.snake_views import moving_picture
+    from lab.snake_loop import replay
+
+    return moving_picture(replay(seed, directions), f"the trained checkpoint, seed {seed}")
+
+
+def stacked(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
+    """Several models' ablations as one table."""
+    return pd.concat([table.assign(model=model) for model, table in tables.items()], ignore_index=True)[
+        ["model", *next(iter(tables.values()))]
+    ]
+
+
+def loop_beside_published(loops: list["Loop"], table: pd.DataFrame) -> pd.DataFrame:
+    """How many times faster the loop ran: the published seeds, their geometric mean with its t interval, and ours."""
+    logs = np.log(table["ratio"])
+    half = float(t_distribution.ppf(0.975, len(logs) - 1) * logs.std() / np.sqrt(len(logs)))
+    mean, found = float(logs.mean()), []
+    for line in table.itertuples():
+        found.append({"loop": f"published, seed {line.seed}", "times faster": line.ratio})
+    bounds = {"low": np.exp(mean - half), "high": np.exp(mean + half)}
+    found.append({"loop": "published, mean of four", "times faster": np.exp(mean), **bounds})
+    for own in loops:
+        ours = {"low": own.speedup.low, "high": own.speedup.high, "A/A low": own.again.low, "A/A high": own.again.high}
+        found.append({"loop": f"{own.model}, ours", "times faster": own.speedup.value, **ours})
+    return pd.DataFrame(found)
 
 
 def beside_published(rows: pd.DataFrame) -> pd.DataFrame:

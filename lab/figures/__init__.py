@@ -24,11 +24,13 @@ from lab.figures.latency import arm_bars, floor_bars, stage_bars, timeline
 from lab.figures.live import live_strip
 from lab.figures.question_first import movement_lines, saving_bars
 from lab.figures.resume import first_token_bars, prompt_strips, saving_growth
+from lab.figures.snake import candidate_dots, loop_stages, memory_lines, policy_dots
 from lab.figures.token_layout import SEGMENT_COLOURS, token_bars
 
 __all__ = [
     "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION",
-    "agreement_dots", "arm_bars", "change_curves", "first_token_bars", "flip_lines", "floor_bars", "frame_pairs",
-    "label_points", "live_strip", "movement_lines", "new_figure", "prompt_strips", "recurrence_lines", "repeat_dots",
-    "saving_bars", "saving_growth", "score_dots", "stage_bars", "style", "timeline", "token_bars",
+    "agreement_dots", "arm_bars", "candidate_dots", "change_curves", "first_token_bars", "flip_lines",
+    "floor_bars", "frame_pairs", "label_points", "live_strip", "loop_stages", "memory_lines", "movement_lines",
+    "new_figure", "policy_dots", "prompt_strips", "recurrence_lines", "repeat_dots", "saving_bars",
+    "saving_growth", "score_dots", "stage_bars", "style", "timeline", "token_bars",
 ]  # fmt: skip
