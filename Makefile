@@ -16,8 +16,8 @@ report: $(INSTALLED)
 	@$(VENV)/bin/lab run --profile "$(PROFILE)" $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
 
 test: $(INSTALLED)
-	@echo "running the tests: a few minutes on two cores"
-	@$(VENV)/bin/python -m pytest
+	@echo "running the tests: about ten minutes on two cores"
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile
 
 lab: $(INSTALLED)
 	@$(VENV)/bin/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

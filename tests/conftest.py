@@ -1,4 +1,5 @@
 import os
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -7,6 +8,12 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
 # Tiny models gain nothing from a second thread, and on a busy machine its spinning costs a hundredfold.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Two workers share the machine (see Makefile), and times do not matter here: each gets its own measurement lock.
+if worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    own = Path(tempfile.gettempdir()) / f"refrain-tests-{worker}"
+    own.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = str(own)
 
 PARAMETERS = 'profile = "standard"\nseed = 0\nrows = ""\nsteps = 3\nrate = 0.5\nfast = False\nsizes = [1, 2]'
 SAVE = """
