@@ -43,6 +43,9 @@ def run(
     rows: Annotated[
         Path | None, typer.Option(metavar="FOLDER", help="Show the rows measured elsewhere that FOLDER holds.")
     ] = None,
+    workload: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure your own question and frames: a workload file.")
+    ] = None,
 ) -> None:
     """Run the notebooks and write a report that opens anywhere: FOLDER/index.html."""
     from lab import runner
@@ -52,7 +55,7 @@ def run(
         if not (name and equals):
             raise InputError(f"-p takes a name and a value, not {name!r} alone")
     parameters = {name: value for name, _, value in pairs}
-    raise typer.Exit(runner.run(profile, out, only, parameters, notebooks, rows=rows))
+    raise typer.Exit(runner.run(profile, out, only, parameters, notebooks, rows=rows, workload=workload))
 
 
 @app.command()

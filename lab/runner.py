@@ -140,6 +140,8 @@ def prepare(
     `given` are rows files by notebook, which need no emulator.
     """
     declared = {path: read_parameters(path) for path in paths}
+    if parameters.get("workload"):
+        import_module("lab.envs.own").check_workloads(parameters["workload"])
     for name in parameters:
         takers = [path for path in paths if name in declared[path]]
         if not takers:
@@ -158,6 +160,8 @@ def prepare(
                 raise InputError(f"there is no rows file {passed['rows']}")
             import_module("lab.records").read_rows(rows)  # refuses a file without rows
             passed["rows"] = str(rows)
+        if passed.get("workload"):
+            passed["workload"] = str(Path(passed["workload"]).resolve())
         shared = {n: v for n, v in passed.items() if n in ("profile", "seed", "device", "dtype")}
         _check_values(**{"profile": profile} | shared)
         if not passed.get("rows") and path.stem not in given:
@@ -402,11 +406,13 @@ def run(
     folder: Path | None = None,
     say: Callable[[str], None] = lambda line: print(line, flush=True),
     rows: Path | None = None,
+    workload: Path | None = None,
 ) -> int:
     """Run the chosen notebooks of `folder` (default: the checkout's) and write their pages and index.html into `out`.
 
     With `rows`, a folder, the notebooks show its rows instead of measuring (see `lab.elsewhere`): those it has rows of, and
-    those that measure nothing. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others
+    those that measure nothing. With `workload`, a file of the reader's own, those run that have a parameter of that name,
+    and the verdict. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others
     still run), 130 after Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
     """
     for package in ("papermill", "nbconvert", "ipykernel"):
@@ -418,7 +424,14 @@ def run(
     if rows is not None:
         given = elsewhere.find(rows, [path.stem for path in paths])
         paths = [path for path in paths if path.stem in given or not _measures(path)]
-    notebooks = prepare(paths, profile, parameters or {}, given)
+    parameters = dict(parameters or {})
+    if workload is not None:
+        parameters["workload"] = str(workload)
+        without = [p for p in paths if "workload" not in read_parameters(p) and _measures(p)]
+        paths = [p for p in paths if p not in without]
+        if without:
+            say(f"not run, since they ask nothing of your frames: {', '.join(path.stem for path in without)}")
+    notebooks = prepare(paths, profile, parameters, given)
     shown = [*map(str, given.values()), *(n.passed.get("rows", "") for n in notebooks)]
     target = open_folder(out, [n.name for n in notebooks], shown)
     records, report = import_module("lab.records"), import_module("lab.report")

@@ -5,14 +5,18 @@ workloads are in `data/workloads.toml`, one table each:
 
     [name]
     title        = "shown in tables"
-    source       = "atari:Pong" or "doom:basic"
+    source       = "atari:Pong", "doom:basic", or one of your own (see lab/envs/own.py): "folder:pictures", "gym:ID",
+                   "python:frames.py:function", "video:clip.mp4"; a list of them are cameras that see the same moments
     type         = "choice" (the default), "score" or "noul"
     instructions = "the question's text"
     options      = { NAME = "description", ... } or ["NAME", ...]
-    frames       = 1            # 2 = previous and current, at most 8
+    frames       = 1            # 2 = previous and current; frames times cameras is at most 8
     like         = "another workload of this file, whose keys are taken where this one has none"
+
+A file with one workload may leave the table's name out: the file's name is taken. Paths are relative to the file.
 """
 
+import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +29,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 QUESTION_TYPES = ("choice", "score", "noul")
 MAX_OPTIONS = 255
 MAX_FRAMES = 8
+CAMERAS = " + "  # between the sources of several cameras
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,8 @@ class Question:
 
 @dataclass(frozen=True)
 class Workload:
-    """A question, a frame source (`atari:Pong`, `doom:basic`) and the number of frames per decision (oldest first)."""
+    """A question, a frame source (`atari:Pong`, `doom:basic`, or see `lab.envs.own`) and the number of frames per decision
+    (oldest first; of several cameras those of one moment together)."""
 
     name: str
     title: str
@@ -107,6 +113,12 @@ class Workload:
                 f"Workload {self.name!r}: frames is {self.frames!r}; give a number from 1 to {MAX_FRAMES}."
             )
 
+    @property
+    def digest(self) -> str:
+        """Eight hexadecimal digits of the question and the number of frames: what makes two runs comparable, whatever
+        the workload is called and wherever its frames lie."""
+        return hashlib.sha256(repr((self.question, self.frames)).encode()).hexdigest()[:8]
+
 
 def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:
     """Read workloads by name from a TOML file (the shipped one by default).
@@ -118,7 +130,16 @@ def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"The workload file {path} cannot be read: {error}.") from None
+    if "instructions" in tables and not isinstance(tables["instructions"], dict):
+        tables = {path.stem: tables}
+    if not tables:
+        raise InputError(f"The workload file {path} holds no workload; give it a source, instructions and options.")
     return {name: _workload(name, table, tables, path) for name, table in tables.items()}
+
+
+def chosen(names: Sequence[str], path: str | Path | None = None) -> list[Workload]:
+    """The workloads that an experiment measures: those of the file `path`, or of the shipped ones those called `names`."""
+    return list(load_workloads(path).values()) if path else [get_workload(name) for name in names]
 
 
 def get_workload(name: str, path: str | Path | None = None) -> Workload:
@@ -148,4 +169,22 @@ def _workload(name: str, table: dict, tables: dict, path: Path) -> Workload:
         question = Question(table.get("type", "choice"), table["instructions"], table.get("options", ()))
     except InputError as error:
         raise InputError(f"{path}: workload {name!r}: {error}") from None
-    return Workload(name, table.get("title", name), question, table["source"], table.get("frames", 1))
+    sources = table["source"] if isinstance(table["source"], list) else [table["source"]]
+    if not sources or not all(isinstance(source, str) for source in sources):
+        raise InputError(f"{path}: workload {name!r}: source is {table['source']!r}; give a text, or a list of them.")
+    source = CAMERAS.join(_beside(part, path.parent) for text in sources for part in text.split(CAMERAS))
+    frames = table.get("frames", 1)
+    if type(frames) is int and 1 <= frames <= MAX_FRAMES:  # else Workload refuses it
+        frames *= source.count(CAMERAS) + 1
+    try:
+        return Workload(name, table.get("title", name), question, source, frames)
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from None
+
+
+def _beside(source: str, folder: Path) -> str:
+    """A source whose path is relative to the workload's file, with the path as it is from anywhere."""
+    kind, _, rest = source.partition(":")
+    if rest and kind in ("folder", "video") or (kind == "python" and rest.rpartition(":")[0].endswith(".py")):
+        return f"{kind}:{(folder / rest).resolve()}"
+    return source

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from difflib import get_close_matches
+from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,13 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from lab.errors import InputError
-from lab.workloads import DATA, Workload
+from lab.workloads import CAMERAS, DATA, Workload
 
 RECORDED_SOURCES = ("atari:Pong", "atari:Breakout", "atari:Boxing", "doom:basic", "doom:deadly_corridor")
 
 RECORDING = DATA / "frames.npz"
 
 OPTIONS = {"atari": {"full_actions"}, "doom": {"tics", "labels"}, "snake": set()}
+OPTIONS |= {"folder": set(), "gym": set(), "python": set(), "video": set()}
 
 Action = int | list[int]
 Policy = Callable[[np.ndarray], Action]
@@ -50,14 +52,20 @@ class Env(Protocol):
 def make(source: str, seed: int = 0, **options: Any) -> Env:
     """The environment named "atari:Game", "doom:scenario" or "snake:24x16"; its first reset starts from `seed`.
 
+    Sources of a reader's own are in `lab.envs.own`: "folder:PATH", "gym:ID", "python:MODULE:FUNCTION", "video:FILE", and
+    several of any kind joined with " + " as cameras.
+
     Options: `full_actions` (bool) for Atari, `tics` (int, how long an action is held) and `labels`
     (bool, whether it says what is on the screen) for Doom. InputError for an unknown
     source or option, with the nearest known names, and where the emulator, ROM or scenario file is missing.
     """
+    if CAMERAS in source:
+        return import_module("lab.envs.own").cameras(source, seed, make)
     kind, _, name = source.partition(":")
     if kind not in OPTIONS or not name:
         raise InputError(
-            f"Unknown frame source {source!r}; write atari:GAME (atari:Pong), doom:SCENARIO (doom:basic) or snake:24x16."
+            f"Unknown frame source {source!r}; write atari:GAME (atari:Pong), doom:SCENARIO (doom:basic), snake:24x16, "
+            "folder:PATH, gym:ID, python:FILE.py:FUNCTION or video:FILE."
         )
     if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or not 0 <= seed < 2**31:
         raise InputError(f"The seed is {seed!r}; give a whole number from 0 to {2**31 - 1}.")
@@ -65,6 +73,8 @@ def make(source: str, seed: int = 0, **options: Any) -> Env:
         from lab.envs.atari import Atari as Kind
     elif kind == "doom":
         from lab.envs.doom import Doom as Kind
+    elif kind != "snake":
+        Kind = import_module("lab.envs.own").KINDS[kind]
     else:
         from lab.envs.snake_env import SnakeEnv as Kind
     if strange := set(options) - OPTIONS[kind]:
@@ -149,7 +159,10 @@ def _windows(stream: Iterator[tuple[np.ndarray, bool]], length: int) -> np.ndarr
     window: deque[np.ndarray] = deque(maxlen=length)
     inputs = []
     for frame, opens in stream:
-        window.extend([frame] * (length if opens else 1))
+        views = frame if frame.ndim == 4 else frame[None]  # of several cameras
+        if length % len(views):
+            raise InputError(f"{len(views)} cameras do not fit {length} frames per decision; give a multiple of them.")
+        window.extend([*views] * (length // len(views) if opens else 1))
         inputs.append(np.stack(window))
     return np.stack(inputs)
 

@@ -13,7 +13,7 @@ from lab.errors import InputError
 from lab.experiments.capture import audits
 from lab.measure import Arm, compare
 from lab.records import beside_rows, clean, join_rows, read_rows
-from lab.workloads import DATA, Workload, get_workload
+from lab.workloads import DATA, Workload, chosen
 
 PROFILES = {
     "smoke": {
@@ -77,6 +77,7 @@ class Case:
             "frames": self.workload.frames,
             "batch": self.batch,
             "dtype": self.dtype,
+            "question": self.workload.digest,
         }
 
     def inputs(self, count: int, seed: int) -> np.ndarray:
@@ -94,8 +95,10 @@ def run(
     dtype: str | None = None,
     preset: str | None = None,
     weights: str = "default",
+    workload: Path | str | None = None,
 ) -> pd.DataFrame:
-    """Measure every case of the profile, one comparison (title) each, and return all raw rows.
+    """Measure every case of the profile, one comparison (title) each, and return all raw rows; of a reader's own file
+    `workload` each workload with its own number of frames.
 
     Arms: `eager`; `static`, its fixed-shape twin without capture; `static, reusing frames` for several frames; the same
     `captured` on CUDA. On CUDA a further comparison sets fp32 eager against bf16 captured, as the published headline
@@ -111,28 +114,28 @@ def run(
     settings = PROFILES[profile]
     preset, dtypes = preset or settings["preset"], [dtype] if dtype else settings["dtypes"]
     models = {kind: load_model(preset, device, kind, seed, weights) for kind in dtypes}
-    tables = []
-    for case in _cases(settings, dtypes):
+    asked, tables = chosen(settings["workloads"], workload), []
+    for case in _cases(asked, settings | ({"frames": [None]} if workload else {}), dtypes):
         tables += _measure(case, list(_steps(models[case.dtype], case)), settings, seed, out, preset)
     if device != "cpu" and {"fp32", "bf16"} <= set(models):
-        for name in settings["workloads"]:
-            tables += _headline(models, get_workload(name), settings, seed, out, preset)
+        for one in asked:
+            tables += _headline(models, one, settings, seed, out, preset)
     if settings["compiled"]:
-        asked = settings["compiled"]
-        size = preset if preset == "tiny" else asked["preset"]
-        case = Case(get_workload(settings["workloads"][0]), 1, asked["dtype"], f", compiled at {size}")
-        model = load_model(size, device, asked["dtype"], seed, weights)
-        steps = [*_steps(model, case), *_compiled(model, case, asked["modes"])]
+        wanted = settings["compiled"]
+        size = preset if preset == "tiny" else wanted["preset"]
+        case = Case(asked[0], 1, wanted["dtype"], f", compiled at {size}")
+        model = load_model(size, device, wanted["dtype"], seed, weights)
+        steps = [*_steps(model, case), *_compiled(model, case, wanted["modes"])]
         tables += _measure(case, steps, settings, seed, out, size)
     return join_rows(tables)
 
 
-def _cases(settings: dict, dtypes: list[str]) -> Iterator[Case]:
-    for name in settings["workloads"]:
+def _cases(asked: list[Workload], settings: dict, dtypes: list[str]) -> Iterator[Case]:
+    for workload in asked:
         for frames in settings["frames"]:
             for batch in settings["batches"]:
                 for dtype in dtypes:
-                    yield Case(replace(get_workload(name), frames=frames), batch, dtype)
+                    yield Case(replace(workload, frames=frames or workload.frames), batch, dtype)
 
 
 def _steps(model, case: Case) -> Iterator:
@@ -201,12 +204,12 @@ def _starts(step, inputs) -> bool:
 
 
 def _headline(models: dict, workload: Workload, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
-    """The published headline's own pair: one frame, batch 1, fp32 eager against bf16 captured."""
+    """The published headline's own pair: batch 1, fp32 eager against bf16 captured."""
     from lab.steps import EagerStep, StaticStep
 
     steps = [
-        EagerStep(models["fp32"], workload.question, name="eager, fp32"),
-        StaticStep(models["bf16"], workload.question, name="captured, bf16"),
+        EagerStep(models["fp32"], workload.question, workload.frames, name="eager, fp32"),
+        StaticStep(models["bf16"], workload.question, workload.frames, name="captured, bf16"),
     ]
     case = Case(workload, 1, "fp32 against bf16")
     rows = compare(

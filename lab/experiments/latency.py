@@ -12,7 +12,7 @@ from lab.envs import EmulatorMissing, frames_for, make, one_hot
 from lab.errors import InputError
 from lab.measure import Arm, compare
 from lab.records import beside_rows, clean, join_rows
-from lab.workloads import Workload, get_workload
+from lab.workloads import Workload, chosen, get_workload
 
 PROFILES = {
     "smoke": {"preset": "tiny", "workloads": ["pong", "pong_two_frames"], "blocks": 8, "budget_s": 60},
@@ -42,13 +42,15 @@ def run(
     dtype: str = "fp32",
     preset: str | None = None,
     weights: str = "default",
+    workload: Path | str | None = None,
 ) -> pd.DataFrame:
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
-    Arms of each: the whole sequence with causal and with block option attention, the same split at the image's end;
-    the first workload also has an arm with other weights, one in which the game moves on between decisions, and the
-    floor of its stages (counted operations and bytes over this machine's measured ceilings) said beside its rows.
-    Raises InputError for an unknown profile, device or preset before anything is measured.
+    `workload` is a file of a reader's own, whose workloads are measured instead. Arms of each: the whole sequence with
+    causal and with block option attention, the same split at the image's end; the first workload also has an arm with
+    other weights, one in which the game moves on between decisions, and the floor of its stages (counted operations and
+    bytes over this machine's measured ceilings) said beside its rows. Raises InputError for an unknown profile, device
+    or preset before anything is measured.
     """
     from lab.models import load_model
 
@@ -56,16 +58,15 @@ def run(
     preset = preset or settings["preset"]
     model = load_model(preset, device, dtype, seed, weights)
     tables = []
-    for number, name in enumerate(settings["workloads"]):
-        workload = get_workload(name)
-        frames = frames_for(workload, 8, seed)[:, None]
-        steps = _steps(model, workload)
+    for number, asked in enumerate(chosen(settings["workloads"], workload)):
+        frames = frames_for(asked, 8, seed)[:, None]
+        steps = _steps(model, asked)
         arms = [Arm.of(step) for step in steps]
         if number == 0:
-            tables.append(_floor(steps[0], frames[0], name, out))
+            tables.append(_floor(steps[0], frames[0], asked.name, out))
             other = load_model(preset, device, dtype, seed + 1, weights="random")
-            arms.append(Arm.of(_step(other, workload, "other weights")))
-            arms.append(arms[0].in_loop(_player(workload, seed), "in loop"))
+            arms.append(Arm.of(_step(other, asked, "other weights")))
+            arms.append(arms[0].in_loop(_player(asked, seed), "in loop"))
         tables.append(
             compare(
                 arms,
@@ -74,8 +75,8 @@ def run(
                 budget_s=settings["budget_s"],
                 seed=seed,
                 out=out,
-                title=name,
-                tags={"workload": name, "preset": preset},
+                title=asked.name,
+                tags={"workload": asked.name, "question": asked.digest, "preset": preset},
                 keep_partial=False,
             )
         )
@@ -235,16 +236,23 @@ def _percent(share: stats.Estimate) -> stats.Estimate:
     return replace(share, value=100 * share.value, low=100 * share.low, high=100 * share.high)
 
 
-def trace(path: Path, profile: str = "standard", seed: int = 0, device: str = "cpu", dtype: str = "fp32") -> Path:
-    """Write a Chrome trace of one decision of the profile's first workload to `path` (a .json.gz file)."""
+def trace(
+    path: Path,
+    profile: str = "standard",
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: str = "fp32",
+    workload: Path | str | None = None,
+) -> Path:
+    """Write a Chrome trace of one decision of the profile's, or the file's, first workload to `path` (a .json.gz file)."""
     import torch
 
     from lab.models import load_model
 
     settings = settings_of(profile)
-    workload = get_workload(settings["workloads"][0])
-    step = _step(load_model(settings["preset"], device, dtype, seed), workload, BASE)
-    frames = frames_for(workload, 1, seed)
+    asked = chosen(settings["workloads"], workload)[0]
+    step = _step(load_model(settings["preset"], device, dtype, seed), asked, BASE)
+    frames = frames_for(asked, 1, seed)
     step.decide(frames)
     with torch.profiler.profile() as profiler:  # by default of every kind of device there is
         step.decide(frames)

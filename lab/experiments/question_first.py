@@ -11,7 +11,7 @@ from lab.envs import frames_for
 from lab.errors import InputError
 from lab.measure import Arm, compare
 from lab.records import beside_rows, clean, join_rows, read_rows
-from lab.workloads import DATA, Workload, get_workload
+from lab.workloads import DATA, Workload, chosen, get_workload
 
 PROFILES = {
     "smoke": {
@@ -62,8 +62,9 @@ def run(
     dtype: str | None = None,
     preset: str | None = None,
     weights: str = "default",
+    workload: Path | str | None = None,
 ) -> pd.DataFrame:
-    """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
+    """Measure every workload of the profile, or of the file `workload`, one comparison (title) each, and return all rows.
 
     Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the
     published simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is
@@ -81,14 +82,15 @@ def run(
     tables = []
     for kind in dtypes:
         model = load_model(preset, device, kind, seed, weights)
-        for name in settings["workloads"]:
+        for asked in chosen(settings["workloads"], workload):
             for batch in settings["batches"]:
-                tables += _measure(model, get_workload(name), batch, settings, preset, seed, out)
+                tables += _measure(model, asked, batch, settings, preset, seed, out)
     return join_rows(tables)
 
 
 def _measure(model, workload: Workload, batch: int, settings: dict, preset: str, seed: int, out) -> list[pd.DataFrame]:
     tags = {"preset": preset, "workload": workload.name, "batch": batch, "dtype": model.dtype_name}
+    tags |= {"question": workload.digest}
     title = f"{workload.name}, batch {batch}, {model.dtype_name}"
     count = max(WARMUP + settings["blocks"], settings["parity"])
     frames = frames_for(workload, count * batch, seed)

@@ -2,10 +2,15 @@
 
 import functools
 from collections.abc import Iterable
+from contextlib import closing
+from itertools import islice, pairwise
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
+from lab.envs import make, one_hot, play
+from lab.stats import share_interval
 from lab.tokens import Row, build_row, image_tokens, load_tokenizer, state_text
 from lab.workloads import Question, Workload, load_workloads
 
@@ -90,12 +95,15 @@ def cost(line: dict, frames: int = 1, image_size: int = 512, preset: str = "smol
     return {"operations": total, "share": 100 * each["token"] * _fixed(line) / total}
 
 
-def flop_shares(table: list[dict], preset: str = "smolvlm-256m") -> dict[str, float]:
+def flop_shares(
+    table: list[dict], preset: str = "smolvlm-256m", workloads: str | Path | None = None
+) -> dict[str, float]:
     """The share of a decision's operations that its question and options take, in per cent, by workload of `table`.
 
-    Frames per decision are the shipped workloads'; pictures are as large as the preset reads them.
+    Frames per decision are the shipped workloads', or those of the file `workloads`; pictures are as large as the preset
+    reads them.
     """
-    frames = {workload.name: workload.frames for workload in load_workloads().values()}
+    frames = {workload.name: workload.frames for workload in load_workloads(workloads).values()}
     size = max(key for key in operations(preset) if key != "token")
     return {line["workload"]: cost(line, frames[line["workload"]], size, preset)["share"] for line in table}
 
@@ -121,8 +129,31 @@ def answer(compared: pd.DataFrame) -> str:
     """The notebook's answer, computed from the table of `beside_published`."""
     low, high = (compared["fixed (%)"].agg(end) for end in ("min", "max"))
     least, most = (compared["operations (%)"].agg(end) for end in ("min", "max"))
-    equal = (compared["tokens"] == compared["published tokens"]).sum()
-    return (
+    known = compared[compared["published tokens"].notna()]
+    said = (
         f"{low} to {high} % of a row's tokens never change, but they take only {least:.1f} to {most:.1f} % of the "
-        f"operations; all of them stand after the picture. {equal} of {len(compared)} workloads have the published count."
+        "operations; all of them stand after the picture."
     )
+    if known.empty:
+        return said
+    equal = (known["tokens"] == known["published tokens"]).sum()
+    return f"{said} {equal} of {len(known)} workloads have the published count."
+
+
+def repeats(workloads: str | Path, decisions: int = 200, seed: int = 0) -> pd.DataFrame:
+    """How often a frame of a file's workloads equals the one before, byte for byte: workload, source's kind, pairs,
+    `identical` with its exact interval, and the median share of pixels that changed. A frame that opens an episode is in
+    no pair. Of several cameras all must be equal."""
+    lines = []
+    for workload in load_workloads(workloads).values():
+        with closing(make(workload.source, seed)) as env:
+            seen = list(islice(play(env, one_hot(env, seed)), decisions + 1))
+        changed = [
+            float((after != before).any(axis=-1).mean()) for (before, _), (after, opens) in pairwise(seen) if not opens
+        ]
+        found = share_interval(sum(share == 0 for share in changed), len(changed))
+        lines.append(
+            {"workload": workload.name, "source": workload.source.partition(":")[0], "pairs": len(changed)}
+            | {"identical": found.value, "low": found.low, "high": found.high, "changed": float(np.median(changed))}
+        )
+    return pd.DataFrame(lines)
