@@ -123,7 +123,7 @@ class Session:
     def _starts(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        self.start_s[what] = self.start_s.get(what, 0.0) + time.perf_counter() - start
+        self.start_s[what] = time.perf_counter() - start
 
     # ---------------------------------------------------------------------------------------------- of this kind of game
 

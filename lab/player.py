@@ -15,7 +15,7 @@ from lab.workloads import Question
 
 SPEED = 30.0  # decisions a second, unless more or fewer are asked for; infinity is as many as there can be
 TYPING_S = 0.35  # a question is asked this long after its last change
-SLOW_START_S = 1.5  # a step that takes longer to build is not built anew while somebody types
+SLOW_START_S = 4.0  # a step that takes longer to build is not built anew while somebody types
 
 _players: "weakref.WeakSet[Player]" = weakref.WeakSet()
 
@@ -94,7 +94,7 @@ class Player:
         """Ask another question from now on; with `typing` once nothing more is typed, unless the step is slow to build."""
         if not typing:
             self._commands.put(lambda: self._ask(question))
-        elif self.session is None or self.session.start_s["step"] + self.session.start_s["warm_up"] < SLOW_START_S:
+        else:
             self._typed = (time.monotonic() + TYPING_S, question)
             self._commands.put(lambda: None)
 
@@ -133,7 +133,7 @@ class Player:
                     command()
                 elif self._typed and time.monotonic() >= self._typed[0]:
                     (_, question), self._typed = self._typed, None
-                    self._ask(question)
+                    self._ask_typed(question)
                 elif self.state == "playing":
                     self._tick()
             except InputError as error:
@@ -248,6 +248,18 @@ class Player:
         self.draw_ms, self.place, self.before = Times(), None, None
         self.moment = self.session.look()
         self._tell(True)
+
+    def _ask_typed(self, question: Question) -> None:
+        start = (
+            0.0 if self.session is None else sum(self.session.start_s.get(part, 0.0) for part in ("step", "warm_up"))
+        )
+        if start < SLOW_START_S:
+            self._ask(question)
+        else:
+            self.message = (
+                f"This step takes {start:.0f} s to build anew: press Ask when the question is as you want it."
+            )
+            self._tell(True)
 
     def _ask(self, question: Question) -> None:
         if self.session is None:

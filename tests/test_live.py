@@ -371,6 +371,24 @@ def test_a_question_typed_while_play_rests_shows_both_answers_to_one_picture(pla
     assert until(lambda: one.session.decisions > 2) and one.before is None and one.message == ""
 
 
+def test_a_step_that_is_slow_to_build_is_not_built_at_every_letter(player):
+    one = player(playing=False)
+    assert until(lambda: one.state == "paused")
+    asked = lab.Question("choice", "Catch it!", dict(one.session.question.options))
+    start, done = time.monotonic(), threading.Event()
+    for _ in range(12):
+        one.ask(asked)
+    one.do(lambda _: done.set())
+    assert done.wait(60)
+    built = one.session.start_s
+    assert built["step"] + built["warm_up"] < (time.monotonic() - start) / 3, "quick ones do not add up to a slow one"
+    built["warm_up"] = 30.0
+    one.ask(lab.Question("choice", "Catch it now!", dict(asked.options)), typing=True)
+    assert until(lambda: "takes 30 s to build anew" in one.message) and one.session.question == asked
+    one.ask(lab.Question("choice", "Catch it now!", dict(asked.options)))
+    assert until(lambda: one.session.question.instructions == "Catch it now!" and not one.message)
+
+
 def test_a_change_keeps_the_model_and_the_question_where_the_game_stays(player):
     one = player(playing=False, source="atari:Pong")
     assert until(lambda: one.state == "paused")
