@@ -31,15 +31,15 @@ CANDIDATES = {
 PROFILES = {
     "smoke": {
         "models": {"snake": {"blocks": 8, "moves": 8, "budget_s": 20}}, "pairs": 8, "stream": 24, "calls": 60,
-        "seeds": 5, "horizon": 40, "one_length": True,
+        "seeds": 5, "horizon": 40, "one_length": 64,
     },
     "standard": {
         "models": {
             "snake": {"blocks": 200, "moves": 600, "budget_s": 30},
-            "multilingual": {"blocks": 20, "moves": 20, "budget_s": 40, "one_length": True},
-            "english": {"blocks": 20, "moves": 0, "budget_s": 40, "one_length": True},
+            "multilingual": {"blocks": 20, "moves": 20, "budget_s": 40, "one_length": 63},
+            "english": {"blocks": 20, "moves": 0, "budget_s": 40, "one_length": 63},
         },
-        "pairs": 64, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": False,
+        "pairs": 64, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": None,
     },
     "full": {
         "models": {
@@ -47,16 +47,17 @@ PROFILES = {
             "multilingual": {"blocks": 200, "moves": 600, "budget_s": None},
             "english": {"blocks": 200, "moves": 600, "budget_s": None},
         },
-        "pairs": 200, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": False,
+        "pairs": 200, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": None,
     },
 }  # fmt: skip
 # With random weights at a size of no one's there is nothing to find out but that all of it runs.
-TRIAL = {"pairs": 8, "stream": 200, "calls": 400, "seeds": 5, "horizon": 100, "one_length": True}
+TRIAL = {"pairs": 8, "stream": 200, "calls": 400, "seeds": 5, "horizon": 100, "one_length": 64}
 SEEDS = (101, 102, 103, 104)
 SEED_MOVES = 600
 WARM_UP = 3
 SMALL = 64  # the width of the trained checkpoints
-COMMON = ["best", "illegal", "illegal", "unsafe"]  # the commonest classes of the four directions
+# The commonest classes of the four directions whose prompts have so many tokens.
+COMMON = {63: ["best", "illegal", "illegal", "unsafe"], 64: ["best", "illegal", "unsafe", "unsafe"]}
 
 
 def run(
@@ -89,10 +90,10 @@ def run(
     if preset == "tiny":
         settings |= {**TRIAL, "models": models}
         models["tiny"] |= {"blocks": 24, "moves": 24}
-    tables = []
+    usual, tables = settings["one_length"], []
     for number, (name, counts) in enumerate(models.items()):
         model = load_text_model(name, device, dtype, seed)
-        settings["one_length"] = counts.get("one_length", PROFILES[profile]["one_length"] or preset == "tiny")
+        settings["one_length"] = counts.get("one_length", usual)
         with threads(threads_for(model)):
             steps = build(model, "layers" if profile == "smoke" else None)
             start = snake_checks.warm_up(steps, settings)
@@ -121,9 +122,11 @@ def build(model, how: str | None = None) -> dict:
 
 
 @lru_cache(maxsize=2)
-def stream(moves: int, one_length: bool = False) -> tuple[tuple[int, Board], ...]:
-    """(seed, board) before each of `moves` moves: the planner's preferred play of seeds 101 to 104, 600 moves each, as the
-    trained checkpoint plays it too. With `one_length` only boards whose prompt is as long as most: one shape to compile.
+def stream(moves: int, one_length: int | None = None) -> tuple[tuple[int, Board], ...]:
+    """(seed, board) before each of `moves` moves: the planner's preferred play of seeds 101 to 104, 600 moves each.
+
+    With `one_length` only boards of one kind, whose longest row has so many tokens (63 or 64, see `COMMON`): one shape to
+    compile.
     """
     found = []
     for seed in SEEDS:
@@ -132,7 +135,7 @@ def stream(moves: int, one_length: bool = False) -> tuple[tuple[int, Board], ...
             if len(found) == moves:
                 return tuple(found)
             plan = game.plan()
-            if not one_length or sorted(classify(move, plan) for move in plan.moves) == COMMON:
+            if not one_length or sorted(classify(move, plan) for move in plan.moves) == COMMON[one_length]:
                 found.append((seed, game.board()))
             game.step(plan.preferred)
     return tuple(found)

@@ -131,7 +131,8 @@ def _slope(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     if np.isnan(y).any() or len(x) < 3:
         return float("nan"), float("nan")
     fit = stats.linregress(x, y)
-    return float(fit.slope), float(fit.stderr * stats.t.ppf(0.975, len(x) - 2))
+    error = np.nan_to_num(fit.stderr)  # points exactly on a line leave the root of a number just below 0
+    return float(fit.slope), float(error * stats.t.ppf(0.975, len(x) - 2))
 
 
 def allocated(device) -> int | None:

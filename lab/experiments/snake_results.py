@@ -18,7 +18,7 @@ from lab.snake_loop import STAGES
 
 def lines(rows: pd.DataFrame, kind: str) -> list[dict]:
     """What stands beside the rows, of one kind: `start`, `actions`, `memory` or `game`."""
-    found = [line for line in rows.attrs["about"] if line.get("kind") == kind]
+    found = [line for line in rows.attrs.get("about", []) if line.get("kind") == kind]
     if not found:
         raise InputError(f"These rows say nothing of kind {kind!r}; give rows that 07_snake_loop has written.")
     return found
