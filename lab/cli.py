@@ -168,7 +168,7 @@ def play(
     steps: Annotated[int, typer.Option(help="Decisions to play.")] = 500,
     seed: Annotated[int, typer.Option(help="Seed of the episodes.")] = 0,
     record: Annotated[
-        Path | None, typer.Option(help="Keep the last 600 decisions as a moving picture: out.gif.")
+        Path | None, typer.Option(help="Keep what was played as a moving picture, out.gif: 400 decisions at most.")
     ] = None,
     optimize: Annotated[
         bool, typer.Option("--optimize", help="Snake: compiled, padded to 16 tokens, prompts kept.")

@@ -14,7 +14,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lab.errors import InputError
 
-GIF_MOST = 600  # pictures; a longer stretch is thinned
+GIF_MOST = 400  # pictures; a longer stretch is thinned
+HEIGHT = 240
 GIF_MS = 70  # about the pace of an Atari game whose actions are held for four frames
 GROUND, TEXT, BAR, TAKEN = "#16181d", "#c8ccd2", "#0072b2", "#e69f00"
 
@@ -102,7 +103,7 @@ class Recording:
     def save_gif(self, path: Path | str, places: range | None = None) -> int:
         """Write the moments of `places` (all by default) as a moving picture, each with its answer beside the frame.
 
-        More than 600 are thinned evenly. Returns the number of pictures. Raises InputError for a path that cannot be
+        More than 400 are thinned evenly. Returns the number of pictures. Raises InputError for a path that cannot be
         written or does not end in .gif, and where nothing was recorded.
         """
         path = check_gif_path(path)
@@ -159,19 +160,19 @@ def data_address(frame: np.ndarray) -> str:
 
 
 def gif_picture(moment: Moment) -> Image.Image:
-    """One picture of a GIF, 256 colours: the frame, 252 pixels high, and beside it the answer, the action in orange."""
+    """One picture of a GIF, 256 colours: the frame, a small one enlarged, and beside it the answer, the action in orange."""
     frame = Image.fromarray(moment.frame)
-    width = round(252 * frame.width / frame.height)
-    whole = Image.new("RGB", (width + 190, 252), GROUND)
-    whole.paste(frame.resize((width, 252), Image.Resampling.NEAREST))
+    scale = max(1, round(HEIGHT / frame.height))  # whole: stretched rows and columns pack badly
+    width, height = scale * frame.width, scale * frame.height
+    whole = Image.new("RGB", (width + 190, max(height, HEIGHT)), GROUND)
+    whole.paste(frame.resize((width, height), Image.Resampling.NEAREST))
     draw, small, left = ImageDraw.Draw(whole), ImageFont.load_default(11), width + 10
     for row, (name, share) in enumerate(moment.ranked[:10]):
-        top, colour = 8 + 19 * row, TAKEN if name == moment.action else TEXT
-        draw.text((left, top), f"{name[:14]}", colour, small)
-        draw.rectangle(
-            (left + 95, top + 2, left + 95 + round(48 * share), top + 11), TAKEN if name == moment.action else BAR
-        )
+        top, colour = 8 + 18 * row, TAKEN if name == moment.action else TEXT
+        draw.text((left, top), name[:14], colour, small)
+        bar = (left + 95, top + 2, left + 95 + round(48 * share), top + 11)
+        draw.rectangle(bar, TAKEN if name == moment.action else BAR)
         draw.text((left + 148, top), f"{share:.0%}", colour, small)
     said = f"episode {moment.episode + 1}   score {moment.score:g}\n{moment.decision_ms:.1f} ms a decision"
-    draw.text((left, 218), said, TEXT, small)
+    draw.text((left, HEIGHT - 34), said, TEXT, small)
     return whole.quantize(256, method=Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)

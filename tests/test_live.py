@@ -239,7 +239,7 @@ def test_a_gif_shows_frames_and_answers_and_is_refused_where_it_cannot_be_writte
     assert recording.save_gif(tmp_path / "all.gif") == 7
     assert recording.save_gif(tmp_path / "one.gif", recording.episodes()[1]) == 3
     with Image.open(tmp_path / "one.gif") as picture:
-        assert picture.n_frames == 3 and picture.size == (192 + 190, 252)
+        assert picture.n_frames == 3 and picture.size == (11 * 16 + 190, 240)
         levels = []
         for place in range(3):
             picture.seek(place)
