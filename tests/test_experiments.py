@@ -107,12 +107,15 @@ def test_the_graphs_tables_set_the_published_factor_beside_measured(graph_bench)
 
 
 def test_parity_on_peaked_answers():
-    found = capture.peaked_parity(frames=16, decisions=8).set_index(["dtype", "arm"])
-    for dtype in ("fp32", "bf16"):
-        static = found.loc[(dtype, "static")]
-        assert static["max_logit"] <= 2e-5 and static["flips"] == 0 and static["first_other_action"] == "[None, None]"
-    assert found.loc[("bf16 against fp32", "eager, bf16"), "max_logit"] > 1e-3
-    assert (found["smallest_margin"] > 1e-3).all()
+    found = capture.peaked_parity(frames=16, decisions=8).set_index(["checkpoint", "workload", "dtype", "arm"])
+    for checkpoint, workload in (("golden", "pong"), ("pocket", "doom_basic"), ("pocket", "breakout")):
+        part = found.loc[checkpoint, workload]
+        for dtype in ("fp32", "bf16"):
+            static = part.loc[dtype, "static"]
+            assert static["max_logit"] <= 2e-5 and static["flips"] == 0
+            assert static["first_other_action"] == "[None, None]"
+        assert part.loc[("bf16 against fp32", "eager, bf16"), "max_logit"] > 1e-3
+    assert (found.loc["golden"]["smallest_margin"] > 1e-3).all()
 
 
 @pytest.fixture(scope="module")

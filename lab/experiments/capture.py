@@ -44,44 +44,54 @@ def timelines(preset: str = "tiny", seed: int = 0, device: str = "cpu") -> pd.Da
 
 
 def peaked_parity(frames: int = 64, decisions: int = 60, seed: int = 0) -> pd.DataFrame:
-    """Parity where it proves something: on the checkpoint with peaked answers in tests/golden, per dtype.
+    """Parity where it proves something, on checkpoints with peaked answers: the one in tests/golden, with causal attention
+    and Pong, and `pocket`, with block attention and games that it plays well.
 
     Pairs: static against eager in fp32 and in bf16, causal eager with its mask written out against without, and bf16
-    against fp32. Over `frames` Pong frames: largest differences, flips with interval, smallest margin; and over two
-    sampled episodes of at most `decisions` each: the first decision at which the actions differ, and the scores.
+    against fp32. Over `frames` frames of random play: largest differences, flips with interval, smallest margin; and over
+    two episodes of at most `decisions` each (the golden checkpoint's sampled, since greedy it always answers alike; the
+    pocket model's greedy): the first decision at which the actions differ, and the scores. Raises InputError outside a
+    checkout.
     """
+    folder = DATA.parent / "tests" / "golden"
+    if not folder.is_dir():
+        raise InputError(f"The checkpoint {folder} is not there; run in a checkout of the repository.")
+    lines = _peaked(str(folder), "pong", "causal", "sampled", frames, decisions, seed)
+    for workload in ("doom_basic", "breakout"):
+        lines += _peaked("pocket", workload, "block", "greedy", frames, decisions, seed)
+    return pd.DataFrame(lines)
+
+
+def _peaked(
+    name: str, workload: str, attention: str, choose: str, frames: int, decisions: int, seed: int
+) -> list[dict]:
     from lab.models import load_model
     from lab.parity import MaskedEagerStep, compare_answers, compare_games
     from lab.steps import EagerStep, StaticStep
 
-    folder = DATA.parent / "tests" / "golden"
-    if not folder.is_dir():
-        raise InputError(f"The checkpoint {folder} is not there; run in a checkout of the repository.")
-    workload = get_workload("pong")
-    inputs = frames_for(workload, frames, seed)[:, None]
-    fp32, bf16 = (load_model(str(folder), dtype=dtype) for dtype in ("fp32", "bf16"))
-    question, causal = workload.question, {"option_attention": "causal"}
-    eager = {model.dtype_name: EagerStep(model, question, **causal, name="eager") for model in (fp32, bf16)}
-    pairs = [
-        ("fp32", eager["fp32"], StaticStep(fp32, question, **causal)),
-        ("fp32", eager["fp32"], MaskedEagerStep(fp32, question, **causal)),
-        ("bf16", eager["bf16"], StaticStep(bf16, question, **causal)),
-        ("bf16 against fp32", eager["fp32"], EagerStep(bf16, question, **causal, name="eager, bf16")),
-    ]
+    workload = get_workload(workload)
+    inputs, question = frames_for(workload, frames, seed)[:, None], workload.question
+    fp32, bf16 = (load_model(name, dtype=dtype) for dtype in ("fp32", "bf16"))
+    how = {"option_attention": attention}
+    eager = {model.dtype_name: EagerStep(model, question, **how, name="eager") for model in (fp32, bf16)}
+    pairs = [("fp32", eager["fp32"], StaticStep(fp32, question, **how))]
+    if attention == "causal":
+        pairs.append(("fp32", eager["fp32"], MaskedEagerStep(fp32, question, **how)))
+    pairs.append(("bf16", eager["bf16"], StaticStep(bf16, question, **how)))
+    pairs.append(("bf16 against fp32", eager["fp32"], EagerStep(bf16, question, **how, name="eager, bf16")))
     lines = []
     for dtype, one, other in pairs:
         same = compare_answers(one, other, inputs)
         makers = [step if not hasattr(step, "batch") else (lambda n, s=step: _rebatched(s, n)) for step in (one, other)]
-        games = compare_games(
-            *makers, workload.source, episodes=2, max_decisions=decisions, seed=seed, choose="sampled"
-        )
+        games = compare_games(*makers, workload.source, episodes=2, max_decisions=decisions, seed=seed, choose=choose)
         lines.append(
-            {"dtype": dtype, "arm": other.name, "against": one.name, "n": same.n, "max_logit": same.max_logit}
-            | {"max_probability": same.max_probability, "smallest_margin": same.smallest_margin}
+            {"checkpoint": fp32.name, "workload": workload.name, "dtype": dtype, "arm": other.name, "against": one.name}
+            | {"n": same.n, "max_logit": same.max_logit, "max_probability": same.max_probability}
+            | {"smallest_margin": same.smallest_margin}
             | {"flips": same.flips.value, "flips_low": same.flips.low, "flips_high": same.flips.high}
-            | {"first_other_action": str(games.diverged), "scores": str(games.scores)}
+            | {"games": choose, "first_other_action": str(games.diverged), "scores": str(games.scores)}
         )
-    return pd.DataFrame(lines)
+    return lines
 
 
 def _rebatched(step, batch: int):

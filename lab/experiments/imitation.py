@@ -28,7 +28,7 @@ GAMES = ("doom_basic", "breakout", "pong")
 UNSEEN = 500_000  # seeds from here on are never trained on
 PROFILES = {
     "smoke": {"workloads": ("doom_basic",), "episodes": 5, "max_decisions": 40, "frames": 60, "orders": 5},
-    "standard": {"workloads": GAMES, "episodes": 10, "max_decisions": 400, "frames": 300, "orders": 5},
+    "standard": {"workloads": GAMES, "episodes": 10, "max_decisions": 800, "frames": 300, "orders": 5},
     "full": {"workloads": GAMES, "episodes": 100, "max_decisions": 4500, "frames": 2000, "orders": 20},
 }
 SIZES = (1, 2, 4, 8, 12, 16, 20, 50)  # of the batches that a step is built for
@@ -143,9 +143,9 @@ def games(
         question = workload.question
         players = {}
         for model in loaded:
-            players[model.name] = (step := trained_step(model, question)), workload.source
+            players[model.name] = trained_step(model, question), workload.source
             # every black frame gets the same answer, so this player need not be asked again
-            on_black = int(step.decide(np.zeros((1, 1, 64, 64, 3), np.uint8)).choice[0])
+            on_black = int(trained_step(model, question).decide(np.zeros((1, 1, 64, 64, 3), np.uint8)).choice[0])
             players[f"{model.name}, black frames"] = Fixed(question, on_black), workload.source
         players["random"] = (Fixed(question, seed=seed), workload.source)
         players |= {f"always {o}": (Fixed(question, i), workload.source) for i, o in enumerate(question.names)}
