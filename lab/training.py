@@ -34,7 +34,7 @@ from lab.models.checkpoints import pocket_model
 from lab.models.vision import DecisionModel, type_id, whole_mask
 from lab.pixels import DevicePixels
 from lab.records import RowWriter, check_folder
-from lab.tokens import Row, write_atomically
+from lab.tokens import Row
 from lab.workloads import Workload, get_workload
 
 TIMES = 8  # how often, at most, a random action is held
@@ -374,7 +374,7 @@ def save_pocket(model: DecisionModel, folder: Path, used: np.ndarray, recipe: Re
     state = {name: value.half().contiguous() for name, value in model.state_dict().items()}
     table = state.pop(name := "encoder.text_model.embed_tokens.weight")
     state[f"{name}.ids"], state[f"{name}.rows"] = torch.from_numpy(used).int(), table[used]
-    write_atomically(folder / "model.safetensors", save(state))
+    (folder / "model.safetensors").write_bytes(save(state))
     model.encoder.config.to_json_file(folder / "backbone" / "config.json")
     told = {
         "recipe": asdict(recipe),
