@@ -112,6 +112,7 @@ def front(folder: Path, cards: list[dict[str, Any]]) -> dict[str, Any]:
     profiles = sorted({str(card["parameters"].get("profile", "")) for card in cards} - {""})
     facts = [started.replace("T", " "), f"profile {' and '.join(profiles)}" if profiles else ""]
     facts += [_duration(sum(card["seconds"] for card in cards)), _machine(moments.get("before", {}))]
+    verdict, lost = _verdict(folder)
     facts += [f"rows measured elsewhere ({record['rows_from']})"] if record.get("rows_from") else []
     return {
         "date": started[:10] or datetime.now().strftime("%Y-%m-%d"),
@@ -119,10 +120,28 @@ def front(folder: Path, cards: list[dict[str, Any]]) -> dict[str, Any]:
         "status": "failed" if bad else "ok",
         "headline": f"{bad} of {count} notebooks stopped early" if bad else f"{count} of {count} ok",
         "facts": [fact for fact in facts if fact],
-        "warnings": [cut] if cut else [],
+        "warnings": [warning for warning in (cut, lost) if warning],
+        "verdict": verdict,
         "moments": list(moments),
         "environment": {name: _same([moment.get(name, "") for moment in moments.values()]) for name in names},
     }
+
+
+def _verdict(folder: Path) -> tuple[str, str]:
+    """The verdict of the folder's results as HTML, and why there is none; both empty where nothing was compared yet."""
+    from markupsafe import Markup
+
+    from lab.experiments import verdict
+
+    hz = _read(folder / "09_verdict.json").get("parameters", {}).get("hz", 10.0)
+    try:
+        found = verdict.judge(folder, hz)
+        if not any(regime.do or regime.dont or regime.facts for regime in found.regimes):
+            return "", ""
+        pages = {name for name in verdict.NOTEBOOKS.values() if (folder / f"{name}.ipynb").is_file()}
+        return Markup(verdict.html(found, pages)), ""
+    except Exception as error:  # results of another version must not cost a run its front page
+        return "", f"The verdict could not be computed from these results ({type(error).__name__}: {error})."
 
 
 # --- what the notebook left, made still -------------------------------------------------------------------------------

@@ -26,11 +26,12 @@ from lab.figures.question_first import movement_lines, saving_bars
 from lab.figures.resume import first_token_bars, prompt_strips, saving_growth
 from lab.figures.snake import candidate_dots, loop_stages, memory_lines, policy_dots
 from lab.figures.token_layout import SEGMENT_COLOURS, token_bars
+from lab.figures.verdict import gain_dots
 
 __all__ = [
     "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION",
     "agreement_dots", "arm_bars", "candidate_dots", "change_curves", "first_token_bars", "flip_lines",
-    "floor_bars", "frame_pairs", "label_points", "live_strip", "loop_stages", "memory_lines", "movement_lines",
+    "floor_bars", "frame_pairs", "gain_dots", "label_points", "live_strip", "loop_stages", "memory_lines", "movement_lines",
     "new_figure", "policy_dots", "prompt_strips", "recurrence_lines", "repeat_dots", "saving_bars",
     "saving_growth", "score_dots", "stage_bars", "style", "timeline", "token_bars",
 ]  # fmt: skip
