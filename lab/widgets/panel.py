@@ -118,8 +118,8 @@ class Panel(w.VBox):
         original = _button("Original question", "undo", "refrain-original", self._original)
         told = w.HTML(
             f'<span style="font-size:12px;{DIM}">Pause, then type: the bars move as you do, over the same picture; red '
-            "lines are the answer before. Words that the model was not trained on move it in ways that need not make "
-            "sense.</span>"
+            "lines are the answer before. Try to swap what two options say. Words that a model was not trained on move it "
+            "in ways that need not make sense, or not at all.</span>"
         )
         self._place = w.IntSlider(0, 0, 0, description="decision", continuous_update=True, readout=False)
         self._place.layout.width = "420px"
