@@ -53,8 +53,8 @@ class Screen:
     def __init__(self, width: int = 80):
         self.file = io.StringIO()
         self.console = Console(
-            file=self.file, force_terminal=True, color_system="truecolor", width=width, legacy_windows=False
-        )
+            file=self.file, force_terminal=True, force_jupyter=False, color_system="truecolor", width=width
+        )  # in a notebook rich would show every board on the page
 
     def draw(self, game: Snake | Board, *lines: str) -> str:
         """The board and lines of text below it, as the characters that a terminal takes."""
