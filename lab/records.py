@@ -139,7 +139,8 @@ def read_rows(path: Path | str, arm: str | None = None) -> pd.DataFrame:
     """Read a rows file into a table, one line per row; `.attrs["about"]` holds what the file says about them.
 
     A line torn by a killed process is left out, and said on stderr. Raises InputError where the file is missing or
-    holds no rows; with `arm`, also where it holds none of that arm, so that another experiment's rows are refused.
+    holds no rows; with `arm`, also where it holds none of that arm, so that another experiment's rows are refused. Then
+    rows of no arm, which a notebook keeps in the same file, are left out.
     """
     path = Path(path)
     try:
@@ -157,9 +158,11 @@ def read_rows(path: Path | str, arm: str | None = None) -> pd.DataFrame:
             torn.append(number)
     if not any("about" not in line for line in lines):
         raise InputError(f"{path} holds no rows; give a .rows.jsonl file that a measurement has written to.")
+    if arm is not None:
+        lines = [line for line in lines if "about" in line or "arm" in line]
+        if not any(line.get("arm") == arm for line in lines):
+            raise InputError(f"{path} holds no rows of the arm {arm!r}; give rows that this notebook has written.")
     rows = as_frame(lines)
-    if arm is not None and arm not in set(rows.get("arm", ())):
-        raise InputError(f"{path} holds no rows of the arm {arm!r}; give rows that this notebook has written.")
     if torn:
         note = f"{path.name}: left out {len(torn)} torn line(s), number {', '.join(map(str, torn[:5]))}."
         print(note, file=sys.stderr)

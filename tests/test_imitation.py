@@ -1,3 +1,5 @@
+import json
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -5,6 +7,7 @@ import pytest
 import lab
 from lab.experiments import imitation
 from lab.experiments.imitation import ByExpert, Fixed, agreement_table, gains, score_table
+from lab.records import read_rows
 from lab.workloads import get_workload
 
 
@@ -70,13 +73,28 @@ def test_a_fixed_player_always_answers_alike_and_a_random_one_does_not():
     assert np.array_equal(one, two) and np.bincount(one).min() > 25
 
 
-def test_unknown_profiles_games_and_foreign_rows_are_refused():
+def test_unknown_profiles_games_and_foreign_rows_are_refused(tmp_path):
     with pytest.raises(lab.InputError, match="profile"):
         imitation.run("huge")
     with pytest.raises(lab.InputError, match="no scripted expert"):
         list(imitation.games(workloads=("boxing",)))
     with pytest.raises(lab.InputError, match="no answers of trained models"):
-        imitation.rows_of(pd.DataFrame({"ms": [1.0]}))
+        imitation.read(_rows(tmp_path, [{"arm": "whole", "ms": 1.0}]))
+
+
+def test_rows_of_both_kinds_share_a_file_and_are_read_apart(tmp_path):
+    path = _rows(
+        tmp_path, [{"arm": "whole", "ms": 1.0, "block": 3}, {"kind": "game", "player": "pocket", "score": 2.0}]
+    )
+    assert imitation.read(path).player.tolist() == ["pocket"]
+    timed = read_rows(path, "whole")
+    assert len(timed) == 1 and timed.block.dtype.kind == "i" and "player" not in timed
+
+
+def _rows(folder, lines):
+    path = folder / "some.rows.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
 
 
 # ---------------------------------------------------------------------------------------------- the shipped checkpoints

@@ -18,7 +18,7 @@ from lab.envs.experts import EXPERTS, expert
 from lab.errors import InputError
 from lab.models.heads import Decisions
 from lab.policy import play
-from lab.records import RowWriter
+from lab.records import RowWriter, read_rows
 from lab.stats import Estimate, median_interval, share_interval
 from lab.training import lead
 from lab.workloads import Question, Workload, get_workload
@@ -113,10 +113,11 @@ def run(
         return pd.DataFrame(writer.append(line) for line in lines)
 
 
-def rows_of(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of this experiment among those of notebook 03; InputError where there are none."""
+def read(path: Path | str) -> pd.DataFrame:
+    """This experiment's rows in a rows file of notebook 03; InputError where there are none."""
+    rows = read_rows(path)
     if "player" not in rows:
-        raise InputError("These rows hold no answers of trained models; measure them again with notebook 03.")
+        raise InputError(f"{path} holds no answers of trained models; measure them again with notebook 03.")
     return rows[rows.player.notna()]
 
 
@@ -241,11 +242,11 @@ def score_table(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def gains(rows: pd.DataFrame, *models: str) -> pd.DataFrame:
-    """How much each of `models` scores above others on the same seeds: the mean paired difference with its bootstrap interval.
+    """How much each of `models` scores above others on the same seeds: the mean paired difference with its interval.
 
-    One line per game, model and rival: `random`, `best constant` (the constant action with the highest mean), its own play
-    on black frames, and every other model. `shown`: the interval excludes 0. `of_expert`: the mean gain over random play as a
-    share of the expert's, with the interval of resampled seeds.
+    One line per game, model and rival: `random`, `best constant` (the constant action with the highest mean), its own
+    play on black frames, and every other model. Intervals resample seeds; `shown` says that one excludes 0. `of_expert` is
+    the mean gain over random play as a share of the expert's.
     """
     found = rows[rows.kind == "game"].groupby("workload", sort=False)
     return pd.DataFrame(line for workload, part in found for model in models for line in _gains(workload, part, model))
@@ -289,8 +290,8 @@ def answer(rows: pd.DataFrame, model: str = "pocket-question-first", base: str =
     for workload in table.index.unique("workload"):
         one, other = table.loc[workload, base], table.loc[workload, model]
         said.append(
-            f"{workload}: as the expert on {one.given:.1%} of frames with {one.layout}, {other.given:.1%} with {other.layout}"
-            f" (in other orders {one.shuffled:.1%} and {other.shuffled:.1%})"
+            f"{workload}: as the expert on {one.given:.1%} of frames with {one.layout}, {other.given:.1%} with "
+            f"{other.layout} (in other orders {one.shuffled:.1%} and {other.shuffled:.1%})"
         )
     for line in gains(rows, model).itertuples():
         if line.rival == base:
