@@ -1,6 +1,7 @@
 """Other vision-language models: segments found by comparing two frames, stages of their own forward, tiny and random."""
 
 import functools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -136,3 +137,39 @@ def test_unknown_models_are_refused_in_one_sentence(monkeypatch):
         load_other("tiny-gemma3", dtype="fp8")
     with pytest.raises(InputError, match="other names no model"):
         other_models.names_of(" , ")
+
+
+# --- SmolVLM checkpoints, from the hub or a folder ----------------------------------------------------------------------
+
+
+def test_a_backbone_alone_loads_from_a_folder_with_fresh_heads(tmp_path):
+    tiny = lab.load_model("tiny", seed=3)
+    tiny.encoder.save_pretrained(tmp_path / "backbone")
+    loaded = lab.load_model(str(tmp_path / "backbone"), seed=1)
+    assert loaded.weights.endswith("heads random, seed 1")
+    for (name, ours), theirs in zip(
+        tiny.encoder.state_dict().items(), loaded.encoder.state_dict().values(), strict=True
+    ):
+        assert torch.equal(ours, theirs), name
+
+
+def test_a_released_decision_checkpoint_loads_by_its_hub_name(monkeypatch):
+    asked = []
+
+    def download(name, file):
+        asked.append((name, file))
+        if name != "owner/decisions":
+            raise FileNotFoundError("not in the hub's cache")
+        return f"tests/golden/{file}"
+
+    golden = Path(__file__).parent / "golden"
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, allow_patterns: str(golden))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    loaded, local = lab.load_model("owner/decisions"), lab.load_model(str(golden))
+    assert (loaded.name, loaded.weights) == ("owner/decisions", "checkpoint owner/decisions")
+    assert asked == [("owner/decisions", "vlm_agent_config.json")]
+    for (name, ours), theirs in zip(local.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+    with pytest.raises(InputError, match="nobody/nothing' is no folder here, not in the hub's cache"):
+        lab.load_model("nobody/nothing")

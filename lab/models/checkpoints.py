@@ -59,6 +59,7 @@ POCKET = {
 TRAINED = {"pocket": DATA / "pocket" / "terminator", "pocket-question-first": DATA / "pocket" / "question_first"}
 KNOWN = (*PRESETS, *TRAINED)
 BACKBONES = ("smolvlm", "idefics3")
+CHECKPOINT = ("vlm_agent_config.json", "backbone/config.json", "model.safetensors")
 
 
 def load_model(
@@ -67,11 +68,11 @@ def load_model(
     """A decision model in evaluation mode.
 
     `name` is a preset (`smolvlm-256m`, `tiny`), a trained checkpoint that comes with the package (`pocket`,
-    `pocket-question-first`; see `lab.training`), a folder with a checkpoint in the published naming, or a hub name of a
-    SmolVLM backbone (fresh heads from `seed`). For the preset `smolvlm-256m` the text model takes SmolLM2-135M-Instruct's
-    weights from the offline package (4-bit, dequantised) and the rest is random from `seed`; with `weights="random"` all
-    of it is. `dtype` (`fp32`, `bf16`) is the backbone's, heads are fp32. Raises InputError for an unknown name, device
-    or dtype, for missing weights, and for a checkpoint with missing or extra keys.
+    `pocket-question-first`; see `lab.training`), a folder with a checkpoint in the published naming or with a SmolVLM
+    backbone alone, or a hub name of either (a backbone gets fresh heads from `seed`). For the preset `smolvlm-256m` the
+    text model takes SmolLM2-135M-Instruct's weights from the offline package (4-bit, dequantised) and the rest is random
+    from `seed`; with `weights="random"` all of it is. `dtype` (`fp32`, `bf16`) is the backbone's, heads are fp32. Raises
+    InputError for an unknown name, device or dtype, for missing weights, and for a checkpoint with missing or extra keys.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -88,7 +89,7 @@ def load_model(
         model.name, model.weights = name, "trained by imitation of scripted experts (lab train pocket)"
     elif weights == "random":
         raise InputError(f"weights='random' goes with a preset ({', '.join(PRESETS)}), not with {name!r}.")
-    elif Path(name).is_dir():
+    elif Path(name).is_dir() and not _backbone_alone(Path(name)):
         model = _folder(Path(name))
     else:
         model = _hub(name, seed)
@@ -185,10 +186,15 @@ def _offline_text_weights(text_model) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def _backbone_alone(folder: Path) -> bool:
+    """Whether a folder holds a backbone as transformers saves it, and no decision checkpoint."""
+    return (folder / "config.json").is_file() and not (folder / "vlm_agent_config.json").is_file()
+
+
 def _folder(folder: Path) -> DecisionModel:
     from transformers import AutoConfig, AutoModel
 
-    for needed in ("vlm_agent_config.json", "backbone/config.json", "model.safetensors"):
+    for needed in CHECKPOINT:
         if not (folder / needed).is_file():
             raise InputError(f"The folder {folder} holds no {needed}, so it is no decision checkpoint.")
     config = _decision_config(folder / "vlm_agent_config.json")
@@ -279,10 +285,14 @@ def _json_table(path: Path) -> dict:
 def _hub(name: str, seed: int) -> DecisionModel:
     from transformers import AutoModel
 
-    if "/" not in name:
+    if "/" not in name and not Path(name).is_dir():
         raise InputError(
             f"Unknown model {name!r}: it is no model of ours ({', '.join(KNOWN)}), no folder, and no hub name (owner/name)."
         )
+    if released := None if Path(name).is_dir() else _released(name):
+        model = _folder(released)
+        model.name, model.weights = name, f"checkpoint {name}"
+        return model
     try:
         encoder = AutoModel.from_pretrained(name, dtype=torch.float32)
     except (OSError, ValueError) as error:
@@ -297,3 +307,16 @@ def _hub(name: str, seed: int) -> DecisionModel:
         )
     with _seeded(seed):
         return DecisionModel(encoder, DecisionConfig(), f"{name}; heads random, seed {seed}", name)
+
+
+def _released(name: str) -> Path | None:
+    """The folder of a released decision checkpoint, from the hub or its cache; None where the hub holds none by that name
+    or cannot be reached."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        hf_hub_download(name, CHECKPOINT[0])
+        return Path(snapshot_download(name, allow_patterns=[*CHECKPOINT, "added_tokens.json"]))
+    except (OSError, ValueError, HfHubHTTPError):
+        return None
