@@ -17,7 +17,7 @@ report: $(INSTALLED)
 
 test: $(INSTALLED)
 	@echo "running the tests: about ten minutes on two cores"
-	@$(VENV)/bin/python -m pytest -n 2 --dist loadfile
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 lab: $(INSTALLED)
 	@$(VENV)/bin/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)

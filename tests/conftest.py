@@ -46,9 +46,13 @@ def make_notebook(tmp_path):
 
 
 def pytest_collection_modifyitems(items):
-    """Tests marked `cuda` need a GPU; elsewhere they are skipped."""
+    """Tests marked `cuda` need a GPU; elsewhere they are skipped. A file's tests share a worker, for what they prepare is
+    costly; those that run notebooks share one per notebook."""
     import torch
 
+    for item in items:
+        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
+        item.add_marker(pytest.mark.xdist_group(name if item.path.parent.name == "notebooks" and name else item.path.stem))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):
