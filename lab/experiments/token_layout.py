@@ -130,9 +130,11 @@ def answer(compared: pd.DataFrame) -> str:
     low, high = (compared["fixed (%)"].agg(end) for end in ("min", "max"))
     least, most = (compared["operations (%)"].agg(end) for end in ("min", "max"))
     known = compared[compared["published tokens"].notna()]
+    tokens = f"{low} to {high}" if high > low else str(low)
+    share = f"{least:.1f} to {most:.1f}" if most > least else f"{least:.1f}"
     said = (
-        f"{low} to {high} % of a row's tokens never change, but they take only {least:.1f} to {most:.1f} % of the "
-        "operations; all of them stand after the picture."
+        f"{tokens} % of a row's tokens never change, but they take only {share} % of the operations; all of them stand "
+        "after the picture."
     )
     if known.empty:
         return said
