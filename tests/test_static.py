@@ -225,7 +225,7 @@ def test_games_say_where_they_diverge(golden):
     same = compare_games(eager, static, "atari:Breakout", max_decisions=20)
     assert same.diverged == [None]
     other = compare_games(
-        eager, EagerStep(golden, asked, option_attention="causal"), "atari:Breakout", max_decisions=40
+        eager, EagerStep(golden, asked, option_attention="causal"), "atari:Breakout", max_decisions=40, choose="sampled"
     )
     assert other.diverged[0] is not None
 
