@@ -138,10 +138,12 @@ def test_memory_does_not_grow_with_calls(trained):
     assert samples[0][1] > 1e8 and (samples[0][2] is None or samples[0][2] > 1e6)
 
 
+@pytest.mark.skipif(snake_checks.allocated(torch.device("cpu")) is None, reason="the C library does not say what it gave out")
 def test_a_leak_is_seen():
+    """By the allocator: resident memory need not rise while a leak fills pages that earlier work has freed."""
     kept = []
     found = snake_checks._slopes([0] * 200, lambda _: kept.append(b"x" * 1_000_000), torch.device("cpu"))
-    assert found["rss"]["low"] > 200_000
+    assert 950_000 < found["allocator"]["low"] < found["allocator"]["high"] < 1_100_000
 
 
 # -------------------------------------------------------------------------------------------------------------- rows
