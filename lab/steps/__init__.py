@@ -13,6 +13,7 @@ from lab.steps.split import SplitStep, StaticSplitStep
 from lab.steps.static import StaticStep
 from lab.steps.stock import StockStep
 from lab.steps.text import TextStep
+from lab.steps.tuned import TunedStep
 
 __all__ = [
     "CompiledQuestionFirstStep",
@@ -29,6 +30,7 @@ __all__ = [
     "Step",
     "StockStep",
     "TextStep",
+    "TunedStep",
 ]
 
 

@@ -173,12 +173,15 @@ class StaticStep:
         with stage("vision"):
             if count < self.frames:
                 self.image_rows[:, :-count] = self.image_rows[:, count:].clone()
-            rows = encode_images(self.model, pixels, self.patch_positions)
+            rows = self._encode(pixels)
             self.image_rows[:, self.frames - count :] = rows.view(self.batch, count, *rows.shape[1:])
         hidden = self._language()
         with stage("heads"):
             logits, act = self.model.score(hidden, type_id(self.question), self.readouts, self.pooled, self.present)
             return torch.cat([logits, (logits / self.temperature).softmax(-1), act.softmax(-1)[:, :1]], dim=1)
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        return encode_images(self.model, pixels, self.patch_positions)
 
     def _language(self) -> Tensor:
         with stage("language"):
