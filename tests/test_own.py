@@ -10,7 +10,7 @@ import pytest
 from PIL import Image
 
 import lab
-from lab import cli, runner
+from lab import cli, notebooks, runner
 from lab.envs import frames_for, make
 from lab.envs.own import check_workloads
 from lab.errors import InputError
@@ -229,7 +229,9 @@ path = run.save({"answer": f"{len(load_workloads(workload))} workload: {list(loa
 
 
 def test_real_notebooks_take_a_workload():
-    taking = {path.stem for path in runner.select(ROOT / "notebooks") if "workload" in runner.read_parameters(path)}
+    taking = {
+        path.stem for path in notebooks.select(ROOT / "notebooks") if "workload" in notebooks.read_parameters(path)
+    }
     assert taking >= {"01_token_layout", "02_latency_breakdown", "03_question_first", "04_cuda_graph"}
 
 

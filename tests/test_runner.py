@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import nbformat
 import pytest
 
-from lab import runner
+from lab import notebooks, runner
 from lab.errors import InputError
 
 
@@ -87,12 +87,12 @@ def test_a_parameter_that_does_not_fit_is_refused(make_notebook, run, tmp_path, 
 
 
 def test_values_are_read_as_the_type_of_the_default():
-    assert runner.fit_value("x", "9", 3) == 9
-    assert repr(runner.fit_value("x", "2", 0.5)) == "2.0"
-    assert runner.fit_value("x", "true", False) is True
-    assert runner.fit_value("x", "9", "text") == "9"
-    assert runner.fit_value("x", "[1]", None) == [1]
-    assert runner.fit_value("x", "none yet", None) == "none yet"
+    assert notebooks.fit_value("x", "9", 3) == 9
+    assert repr(notebooks.fit_value("x", "2", 0.5)) == "2.0"
+    assert notebooks.fit_value("x", "true", False) is True
+    assert notebooks.fit_value("x", "9", "text") == "9"
+    assert notebooks.fit_value("x", "[1]", None) == [1]
+    assert notebooks.fit_value("x", "none yet", None) == "none yet"
 
 
 def test_unknown_profile_notebook_and_folder_are_refused(make_notebook, run, tmp_path):
@@ -138,7 +138,7 @@ def test_a_notebook_that_needs_what_is_not_installed_is_refused_before_it_runs(m
 def test_selection_takes_numbers_and_names(make_notebook, tmp_path):
     for name in ("01_layout", "02_latency", "05_duplicates"):
         make_notebook(name)
-    chosen = runner.select(tmp_path / "notebooks", "05, latency,02_latency")
+    chosen = notebooks.select(tmp_path / "notebooks", "05, latency,02_latency")
     assert [path.stem for path in chosen] == ["02_latency", "05_duplicates"]
 
 

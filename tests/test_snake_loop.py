@@ -138,7 +138,7 @@ def test_memory_does_not_grow_with_calls(trained):
     assert samples[0][1] > 1e8 and (samples[0][2] is None or samples[0][2] > 1e6)
 
 
-@pytest.mark.skipif(snake_checks.allocated(torch.device("cpu")) is None, reason="the C library does not say what it gave out")
+@pytest.mark.skipif(snake_checks.allocated(torch.device("cpu")) is None, reason="this C library does not tell")
 def test_a_leak_is_seen():
     """By the allocator: resident memory need not rise while a leak fills pages that earlier work has freed."""
     kept = []
