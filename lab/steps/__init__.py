@@ -8,6 +8,7 @@ from lab.steps.compiled import CompiledQuestionFirstStep, CompiledSplitStep, Com
 from lab.steps.eager import EagerStep
 from lab.steps.last_answer import LastAnswerStep
 from lab.steps.padded import PaddedStep
+from lab.steps.quantised import QuantisedStep
 from lab.steps.question_first import QuestionFirstStep
 from lab.steps.split import SplitStep, StaticSplitStep
 from lab.steps.static import StaticStep
@@ -23,6 +24,7 @@ __all__ = [
     "EagerStep",
     "LastAnswerStep",
     "PaddedStep",
+    "QuantisedStep",
     "QuestionFirstStep",
     "SplitStep",
     "StaticSplitStep",
