@@ -18,6 +18,7 @@ _LAZY = {
     "QuestionFirstStep": "lab.steps",
     "CompiledStep": "lab.steps",
     "QuantisedStep": "lab.steps",
+    "OpenVinoStep": "lab.steps",
     "PaddedStep": "lab.steps",
     "TextStep": "lab.steps",
     "TunedStep": "lab.steps",

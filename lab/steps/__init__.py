@@ -7,6 +7,7 @@ from lab.models.heads import Decisions
 from lab.steps.compiled import CompiledQuestionFirstStep, CompiledSplitStep, CompiledStep
 from lab.steps.eager import EagerStep
 from lab.steps.last_answer import LastAnswerStep
+from lab.steps.openvino import OpenVinoStep
 from lab.steps.padded import PaddedStep
 from lab.steps.quantised import QuantisedStep
 from lab.steps.question_first import QuestionFirstStep
@@ -23,6 +24,7 @@ __all__ = [
     "Decisions",
     "EagerStep",
     "LastAnswerStep",
+    "OpenVinoStep",
     "PaddedStep",
     "QuantisedStep",
     "QuestionFirstStep",
