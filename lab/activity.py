@@ -75,3 +75,29 @@ def _covered(spans: list[tuple[float, float]]) -> float:
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)
     return total
+
+
+# Kinds of operation by how their names begin; the first that fits counts.
+_KINDS = {
+    "matrix products": (
+        "aten::addmm", "aten::mm", "aten::bmm", "aten::baddbmm", "aten::linear", "mkldnn::_linear", "aten::mkldnn_linear",
+        "quantized::linear", "aten::mkldnn_convolution", "aten::convolution",
+    ),
+    "attention": ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention"),
+    "activations": ("aten::gelu", "aten::silu", "aten::sigmoid", "aten::tanh", "aten::addcmul"),
+    "norms": ("aten::native_layer_norm", "aten::_fused_rms_norm", "aten::pow", "aten::rsqrt", "aten::mean"),
+    "copies and sums": ("aten::copy_", "aten::add", "aten::cat", "aten::mul", "aten::neg", "aten::index_copy"),
+}  # fmt: skip
+
+
+def operations(step, inputs) -> dict[str, float]:
+    """Milliseconds of the host's time in one decision by kind of operation (`matrix products`, `attention`, `activations`,
+    `norms`, `copies and sums`, `rest`), as the profiler sees them: time in an operation itself, not in those it calls."""
+    step.decide(inputs)
+    with torch.profiler.profile() as profiler:
+        step.decide(inputs)
+    found = dict.fromkeys([*_KINDS, "rest"], 0.0)
+    for event in profiler.key_averages():
+        kind = next((kind for kind, names in _KINDS.items() if event.key.startswith(names)), "rest")
+        found[kind] += event.self_cpu_time_total / 1e3
+    return found

@@ -306,6 +306,23 @@ def resume(
 
 
 @bench.command()
+def levers(
+    preset: Preset = None,
+    device: Device = "cpu",
+    dtype: Dtype = None,
+    as_json: Json = False,
+    out: Out = None,
+    weights: Weights = "default",
+) -> None:
+    """Time what else is cheaper (dtype, batch, picture size, other runtimes, int8) and what it does to the answers."""
+    with _quiet(as_json):
+        from lab.experiments.levers import bench as measure
+
+        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
+    _print_result(result, as_json)
+
+
+@bench.command()
 def snake(
     preset: Annotated[
         str | None,

@@ -54,8 +54,11 @@ def repeats(source, saves, policy="one_hot"):
 
 
 def lever(arm, ratio, shown, flips=0.0, **more):
-    return {"arm": arm, "ms": 1700 * ratio, "ratio": ratio, "low": 0.97 * ratio, "high": 1.03 * ratio, "shown": shown} | {
-        "flips": flips, "max_logit": 1e-5, "start_s": 0.0, **more
+    """A line as `lab.experiments.levers.lever_table` gives it."""
+    ms, ends = 1700 * ratio, {"low": 0.97, "high": 1.03}
+    bounds = {end: by * ms for end, by in ends.items()} | {f"ratio_{end}": by * ratio for end, by in ends.items()}
+    return {"preset": "smolvlm-256m", "arm": arm, "ms": ms, "ratio": ratio, "shown": shown, **bounds} | {
+        "flips": flips, "n": 128, "max_logit": 1e-5, "start_s": 0.0, **more
     }  # fmt: skip
 
 
@@ -111,9 +114,9 @@ CPU = {
     },
     "08_cheaper_levers": {
         "levers": [
-            lever("OpenVINO", 0.8, True, start_s=12.0),
+            lever("openvino", 0.8, True, start_s=12.0),
             lever("int8", 0.5, True, flips=0.25),
-            lever("prepacked", 0.85, True),
+            lever("tuned", 0.85, True),
             lever("batch 16", 0.9, True),
         ]
     },
@@ -155,7 +158,7 @@ def test_two_sets_of_results_give_two_verdicts(run):
 
     one, many, rate = regimes(cpu)
     own = [line.action for line in one.do if not line.aside]
-    assert own == ["Run the step in OpenVINO", "Use prepacked", "Put the question first and keep its keys and values",
+    assert own == ["Run the step in OpenVINO", "Take the tuned step", "Put the question first and keep its keys and values",
                    "Answer a repeated frame from the last answer"]  # fmt: skip
     assert "run the step in OpenVINO" in one.headline and "CUDA" not in one.headline
     assert "the model must be taught that layout" in one.do[2].sentence
@@ -170,7 +173,7 @@ def test_what_is_not_to_be_built_says_why(run):
     one = verdict.judge(run(CPU)).regimes[0]
     why = {line.action: line for line in one.dont}
     assert why["Quantise linear layers to int8"].kind == "trade"
-    assert "but 25.0% of answers change" in why["Quantise linear layers to int8"].sentence
+    assert "but 25.0% of 128 answers change" in why["Quantise linear layers to int8"].sentence
     assert why["Compile the step"].kind == "hint" and "on another model only" in why["Compile the step"].sentence
     assert why["Fix every shape"].sentence.startswith("no difference shown, 1.02 [0.99, 1.05] times")
     nearly = why["Reuse image rows where fewer than 0.1 % of the pixels changed"]

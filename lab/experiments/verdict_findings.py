@@ -27,11 +27,12 @@ ACTIONS = (
         4,
     ),
     (r"compile", "Compile the step", "another step class, and the wait at every start", 2),
+    (r"tuned", "Take the tuned step", "another step class", 1),
     (r"static", "Fix every shape", "another step class", 1),
     (r"openvino", "Run the step in OpenVINO", "an extra package", 2),
     (r"int8|quanti", "Quantise linear layers to int8", "a setting, and a check of the answers", 2),
     (r"bf16|bfloat16|fp16", "Use a shorter dtype", "a setting, and a check of the answers", 1),
-    (r"\d+ ?px|image size|smaller picture", "Use smaller pictures", "the model must be taught that size", 4),
+    (r"half-size picture", "Use smaller pictures", "the model must be taught that size", 4),
     (r"batch", "Answer several inputs together", "a loop that steps several games at once", 3),
     (r"feature", "Keep image rows of frames seen before", "a setting of the step", 1),
     (r"prompts? kept", "Keep the tokens of prompts", "a setting of the step", 1),
@@ -184,8 +185,12 @@ def _high(line: dict) -> dict:
 
 
 def _levers(results: dict) -> Iterator[Finding | None]:
-    for line in results.get(NOTEBOOKS["08"], {}).get("levers", []):
-        yield _finding(str(line.get("arm")), line, NOTEBOOKS["08"], _parity(line))
+    found = results.get(NOTEBOOKS["08"], {}).get("levers", [])
+    own = next((line.get("preset") for line in found), None)
+    for line in found:
+        yield _finding(
+            str(line.get("arm")), line, NOTEBOOKS["08"], _parity(line), small=line.get("preset") != own, **_high(line)
+        )
 
 
 def _repeats(results: dict) -> Iterator[Finding | None]:

@@ -21,6 +21,7 @@ from lab.figures.base import (
 from lab.figures.duplicates import change_curves, flip_lines, frame_pairs, recurrence_lines, repeat_dots
 from lab.figures.imitation import agreement_dots, score_dots
 from lab.figures.latency import arm_bars, floor_bars, stage_bars, timeline
+from lab.figures.levers import lever_dots, operation_bars
 from lab.figures.live import live_strip
 from lab.figures.question_first import movement_lines, saving_bars
 from lab.figures.resume import first_token_bars, prompt_strips, saving_growth
@@ -31,7 +32,8 @@ from lab.figures.verdict import gain_dots
 __all__ = [
     "BLUE", "FAINT", "GREEN", "GREY", "ORANGE", "PALETTE", "PURPLE", "SEGMENT_COLOURS", "SKY", "VERMILION",
     "agreement_dots", "arm_bars", "candidate_dots", "change_curves", "first_token_bars", "flip_lines",
-    "floor_bars", "frame_pairs", "gain_dots", "label_points", "live_strip", "loop_stages", "memory_lines", "movement_lines",
-    "new_figure", "policy_dots", "prompt_strips", "recurrence_lines", "repeat_dots", "saving_bars",
-    "saving_growth", "score_dots", "stage_bars", "style", "timeline", "token_bars",
+    "floor_bars", "frame_pairs", "gain_dots", "label_points", "lever_dots", "live_strip", "loop_stages",
+    "memory_lines", "movement_lines", "new_figure", "operation_bars", "policy_dots", "prompt_strips",
+    "recurrence_lines", "repeat_dots", "saving_bars", "saving_growth", "score_dots", "stage_bars", "style", "timeline",
+    "token_bars",
 ]  # fmt: skip

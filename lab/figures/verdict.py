@@ -40,5 +40,5 @@ def gain_dots(findings: Sequence) -> Figure:
 
 
 def _label(one, most: int = 62) -> str:
-    text = f"{one.action} ({one.arm})" if one.arm not in one.action else one.action
+    text = f"{one.action} ({one.arm})" if one.arm.lower() not in one.action.lower() else one.action
     return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -5,7 +5,9 @@ arguments changed between 5.17 and 5.24, and an argument it no longer knows is i
 answers that do not depend on the frame.
 """
 
+import copy
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -59,8 +61,8 @@ class DecisionModel(DecisionHeads):
         self.weights = weights
         self.name = name
         self.added_tokens = added_tokens
-        vision = encoder.config.vision_config
-        self.image_tokens = image_tokens(config.image_size, vision.patch_size, encoder.config.scale_factor)
+        self._patching = encoder.config.vision_config.patch_size, encoder.config.scale_factor
+        self.image_tokens = image_tokens(config.image_size, *self._patching)
 
     @property
     def device(self) -> torch.device:
@@ -83,6 +85,18 @@ class DecisionModel(DecisionHeads):
         """Choose transformers' attention kernel (`sdpa` or `eager`) in the vision tower and the text model."""
         for part in (self.encoder, self.encoder.vision_model, self.encoder.text_model):
             part.set_attn_implementation(kernel)
+
+    def at_size(self, size: int) -> "DecisionModel":
+        """The same model, weights shared, shown pictures of `size` x `size` pixels: (size / patch / scale factor)^2 image
+        tokens each. Raises InputError for a size that is no multiple of patch times scale factor, or larger than the
+        model's own."""
+        unit = math.prod(self._patching)
+        if not isinstance(size, int) or not unit <= size <= self.config.image_size or size % unit:
+            raise InputError(f"size is {size!r}; give a multiple of {unit} pixels up to {self.config.image_size}.")
+        other = copy.copy(self)
+        other.config = replace(self.config, image_size=size)
+        other.image_tokens = image_tokens(size, *self._patching)
+        return other
 
     def row(self, question: Question, frames: int = 1, state=None, layout: str = "terminator") -> Row:
         """The question's token row for this model; see `lab.tokens.build_row`."""

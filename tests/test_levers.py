@@ -1,0 +1,113 @@
+"""Levers beside the plain decision: what is measured, what is read from rows, what is said."""
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from lab import figures
+from lab.errors import InputError
+from lab.experiments import levers
+from lab.models import load_model
+from lab.records import read_rows
+from lab.steps import openvino
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    path = tmp_path_factory.mktemp("levers") / "rows.jsonl"
+    levers.run("smoke", out=path)
+    return read_rows(path)
+
+
+def test_every_lever_is_timed_and_its_answers_compared(rows):
+    table = levers.lever_table(rows)
+    own = table[table["preset"] == "tiny"].set_index("arm")
+    expected = {"static", "half-size pictures", "tuned", "openvino", "int8", "batch 4", levers.KEPT}
+    assert expected | {"eager", "eager again"} <= set(own.index)
+    for arm in expected:
+        line = own.loc[arm]
+        assert line["ratio_low"] <= line["ratio"] <= line["ratio_high"] and line["n"] and np.isfinite(line["max_logit"])
+    exact = own.loc[["static", "tuned", "openvino", "batch 4", levers.KEPT]]
+    assert (exact["max_logit"] < levers.SAME).all() and not exact["flips"].any()
+    assert own.loc["half-size pictures", "max_logit"] > 0.1 < own.loc["int8", "max_logit"]
+    assert own.loc["batch 4", "batch"] == 4 and own.loc["openvino", "start_s"] > own.loc["static", "start_s"]
+    assert own.loc[levers.KEPT, "frames"] == 2
+    peaked = table[table["preset"] == levers.PEAKED].set_index("arm")
+    assert peaked.loc["bf16", "dtype"] == "bf16" and peaked.loc["bf16", "n"] == 16
+
+
+def test_what_limits_the_plain_decision_is_said(rows):
+    found = levers.floors(rows)
+    assert set(found) == {"eager", "tuned"} and (found["eager"]["floor_ms"] > 0).any()
+    operations = levers.operations(rows)
+    assert list(operations) == ["eager", "static", "tuned"] and (operations.loc["matrix products"] > 0).all()
+    bounds = levers.bounds(rows).set_index("what")
+    assert 0 < bounds.loc["embedded question kept", "ms"] < bounds.loc["inputs built once", "ms"]
+    assert figures.lever_dots(levers.lever_table(rows)).axes and figures.operation_bars(operations).axes
+
+
+def test_the_bench_prints_one_object(rows):
+    bench = levers.Bench(rows)
+    found = bench.to_json()
+    assert {"arm", "ms", "ratio", "shown", "flips", "max_logit", "start_s"} <= set(found["rows"][0])
+    assert "tuned" in found["verdict"] and "openvino" in found["verdict"]
+    assert "batch 4" in bench.table()
+
+
+def made_up(medians: dict[str, float], batch: dict[str, int], flips: dict[str, float]) -> pd.DataFrame:
+    rng, lines = np.random.default_rng(0), []
+    tags = {"run": "r", "title": "t", "preset": "p", "workload": "w", "frames": 1, "phase": "timed", "stage": "total"}
+    for block in range(12):
+        for arm, ms in medians.items():
+            described = {"batch": batch.get(arm, 1), "dtype": "fp32"}
+            lines.append(
+                {**tags, "arm": arm, "block": block, "ms": ms * rng.uniform(0.99, 1.01), "describe": described}
+            )
+    rows = pd.DataFrame(lines).assign(pace="back_to_back", again=lambda r: r["arm"].str.endswith("again"))
+    share = {arm: {"value": value} for arm, value in flips.items()}
+    rows.attrs["about"] = [
+        {"kind": "parity", "preset": "p", "arm": arm, "max_logit": 0.0, "n": 50, "flips": value}
+        for arm, value in share.items()
+    ]
+    return rows
+
+
+def test_a_batch_is_counted_by_decision_and_arms_fall_into_their_group():
+    medians = {"eager": 100, "eager again": 100, "batch 4": 320, "int8": 70, "slow": 150, "same": 100}
+    flips = {"batch 4": 0.0, "int8": 0.1, "slow": 0.0, "same": 0.0}
+    rows = made_up(medians, {"batch 4": 4}, flips)
+    table = levers.lever_table(rows).set_index("arm")
+    assert table.loc["batch 4", "ms"] == pytest.approx(80, rel=0.02)
+    assert table.loc["batch 4", "ratio"] == pytest.approx(0.8, rel=0.02)
+    said = levers.answer(levers.lever_table(rows))
+    groups = {
+        words: part for words, _, part in (group.partition(": ") for group in said.partition(". ")[2].split("; "))
+    }
+    assert "batch 4" in groups["Faster, with the same answers"] and "int8" in groups["faster, but the answers change"]
+    assert "slow" in groups["slower"] and "same" in groups["no difference shown"]
+    assert "10.0% of 50 answers change" in " ".join(levers.sentences(levers.lever_table(rows)))
+
+
+def test_a_lever_that_cannot_run_is_said_and_left_out(monkeypatch, capsys):
+    def missing():
+        raise InputError("no such extra")
+
+    monkeypatch.setattr(openvino, "runtime", missing)
+    names = [lever.name for lever in levers.levers(load_model("tiny"), levers.get_workload("pong"), [4], False)]
+    assert "openvino" not in names and {"eager", "tuned", "batch 4"} <= set(names)
+    assert "not run: openvino: no such extra" in capsys.readouterr().out
+
+
+def test_smaller_pictures_share_the_weights():
+    model = load_model("tiny")
+    half = model.at_size(64)
+    assert half.image_tokens == model.image_tokens / 4 and model.config.image_size == 128
+    assert half.encoder is model.encoder and half.describe()["image_size"] == 64
+    for size in (0, 100, 256):
+        with pytest.raises(InputError, match="multiple of 64"):
+            model.at_size(size)
+
+
+def test_an_unknown_profile_is_refused():
+    with pytest.raises(InputError, match="smoke, standard, full"):
+        levers.run("quick")
