@@ -3,6 +3,7 @@ on a machine that has no Jupyter, emulators, gymnasium, ipywidgets or papermill.
 
 import contextlib
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -156,14 +157,21 @@ def play(
     game: Annotated[
         str | None, typer.Option(help="snake, which is drawn in the terminal, or an Atari game: Pong, Breakout, ...")
     ] = None,
-    scenario: Annotated[str | None, typer.Option(help="A Doom scenario [default: basic].")] = None,
+    scenario: Annotated[str | None, typer.Option(help="A Doom scenario.", show_default="basic")] = None,
     model: Annotated[
-        str | None, typer.Option(help="A preset, a checkpoint folder or a hub name [default: pocket; for Snake snake].")
+        str | None,
+        typer.Option(help="A preset, a checkpoint folder or a hub name.", show_default="pocket; for Snake snake"),
     ] = None,
-    step: Annotated[str, typer.Option(help="static, eager, split, question_first, compiled, ...")] = "static",
+    step: Annotated[
+        str | None,
+        typer.Option(
+            help="static, eager, split, question_first, compiled, ...; for Snake eager or compiled.",
+            show_default="static; for Snake eager",
+        ),
+    ] = None,
     device: Device = "cpu",
     dtype: Annotated[str, typer.Option(help="The backbone's: fp32 or bf16.")] = "fp32",
-    frames: Annotated[int, typer.Option(help="Frames per decision, 1 to 8.")] = 1,
+    frames: Annotated[int, typer.Option(help="Frames per decision, 1 to 8; Snake's model reads none.")] = 1,
     choose: Annotated[str, typer.Option(help="greedy, or sampled from the probabilities.")] = "greedy",
     steps: Annotated[int, typer.Option(help="Decisions to play.")] = 500,
     seed: Annotated[int, typer.Option(help="Seed of the episodes.")] = 0,
@@ -171,9 +179,12 @@ def play(
         Path | None, typer.Option(help="Keep what was played as a moving picture, out.gif: 400 decisions at most.")
     ] = None,
     optimize: Annotated[
-        bool, typer.Option("--optimize", help="Snake: compiled, padded to 16 tokens, prompts kept.")
+        bool, typer.Option("--optimize", help="Snake: compiled, padded to 16 tokens, prompts kept; as --step compiled.")
     ] = False,
-    fps: Annotated[float | None, typer.Option(help="Snake: moves a second [default: 12].")] = None,
+    fps: Annotated[
+        float | None,
+        typer.Option(help="Snake: moves a second.", show_default="12 in a terminal, else as many as there can be"),
+    ] = None,
     max_speed: Annotated[
         bool, typer.Option("--max-speed", help="Snake: as many moves a second as there can be.")
     ] = False,
@@ -182,24 +193,31 @@ def play(
     """Let a model play without a notebook: a line per episode, then a summary; Ctrl-C says what was played."""
     from lab.experiments import live_play
     from lab.live import open_session
-    from lab.live_choices import DEFAULT_MODEL, check_settings
+    from lab.live_choices import SNAKE, check_settings, choices
     from lab.moments import check_gif_path
 
     if game is not None and scenario is not None:
         raise InputError("Give either --game (Atari) or --scenario (Doom).")
     if steps < 1:
         raise InputError(f"--steps is {steps}; give the number of decisions to play, 1 or more.")
-    check_settings(step, frames, seed)
-    if record is not None:
-        check_gif_path(record)
-    snake = game is not None and game.partition(":")[0].lower() == "snake"
-    if not snake and (optimize or max_speed or fps is not None):
-        raise InputError("--optimize, --fps and --max-speed go with --game snake.")
-    if (fps is not None and not 0 < fps < float("inf")) or (fps is not None and max_speed):
-        raise InputError("Give --fps a number above 0, or --max-speed, not both.")
+    name, _, board = (game or "").partition(":")
+    snake = name.lower() == "snake"
     source = f"doom:{'basic' if scenario is None else scenario}" if game is None else f"atari:{game}"
     if snake:
-        source, step = f"snake:{game.partition(':')[2] or '24x16'}", "compiled" if optimize else step
+        source = f"snake:{board}" if board else SNAKE
+    (usual_model, *_), (usual_step, *_) = choices(source)
+    if snake and optimize and step not in (None, "compiled"):
+        raise InputError(f"--optimize is --step compiled; give it, or --step {step}, not both.")
+    step = step or ("compiled" if optimize else usual_step)
+    check_settings(step, frames, seed, source=source)
+    if record is not None:
+        check_gif_path(record)
+    if not snake and (optimize or max_speed or fps is not None):
+        raise InputError("--optimize, --fps and --max-speed go with --game snake.")
+    if fps is not None and max_speed:
+        raise InputError("Give --fps or --max-speed, not both.")
+    if fps is not None and not 0 < fps < float("inf"):
+        raise InputError(f"--fps is {fps:g}; give the number of moves a second, above 0.")
 
     def say(line: str) -> None:
         print(line, file=sys.stderr if as_json else sys.stdout, flush=True)
@@ -207,7 +225,7 @@ def play(
     try:
         session = open_session(
             source,
-            model=model or ("snake" if snake else DEFAULT_MODEL),
+            model=model or usual_model,
             **{"step": step, "device": device, "dtype": dtype, "frames": frames, "choose": choose, "seed": seed},
             say=lambda what: say(f"{what} ..."),
         )
@@ -215,20 +233,13 @@ def play(
         say("stopped before the first decision")
         raise typer.Exit(130) from None
     with session:
-        if snake:
-            from lab.live_snake import watch
-
-            whole = watch(session, steps, None if max_speed else fps or 12.0, sys.stdout.isatty() and not as_json, say)
-        else:
-            whole = live_play.watch(session, steps, say)
+        code = live_play.watch(session, steps, say, sys.stdout.isatty() and not as_json, math.inf if max_speed else fps)
         found = live_play.summary(session)
-        if not whole:
-            say("stopped from the keyboard")
         if record is not None and session.decisions:
             count = session.recording.save_gif(record)
             say(f"{count} pictures in {record}, {record.stat().st_size / 1e3:.0f} kB")
     print(json.dumps(found) if as_json else live_play.summary_text(found))
-    raise typer.Exit(0 if whole else 130)
+    raise typer.Exit(code)
 
 
 @bench.command()

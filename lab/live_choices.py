@@ -9,8 +9,11 @@ from lab.errors import InputError, whole
 from lab.workloads import MAX_FRAMES, Question, get_workload, load_workloads
 
 DEFAULT_MODEL = "pocket"
-MODELS = ("pocket", "pocket-question-first", "snake", "snake-tenth", "tiny", "smolvlm-256m")
+MODELS = ("pocket", "pocket-question-first", "tiny", "smolvlm-256m")
 DEFAULT_SOURCE = "doom:basic"
+SNAKE = "snake:24x16"
+SNAKE_MODELS = ("snake", "snake-tenth", "tiny", "multilingual", "english")  # these read text
+SNAKE_STEPS = ("eager", "compiled")
 
 
 class Kind(NamedTuple):
@@ -31,8 +34,10 @@ STEPS = {
 }
 
 
-def check_settings(step: str, frames: int, seed: int, max_decisions: int | None = None) -> None:
-    """Raise InputError for a setting of a session that no game or model would take."""
+def check_settings(
+    step: str, frames: int, seed: int, max_decisions: int | None = None, source: str = DEFAULT_SOURCE
+) -> None:
+    """Raise InputError for a setting of a session that no game or model would take, or that `source` has no use for."""
     if step not in STEPS:
         raise InputError(f"Unknown step {step!r}; it is one of {', '.join(STEPS)}.")
     if isinstance(frames, bool) or not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
@@ -40,19 +45,35 @@ def check_settings(step: str, frames: int, seed: int, max_decisions: int | None 
     whole("seed", seed, 0)
     if max_decisions is not None:
         whole("max_decisions", max_decisions, 1)
+    if is_snake(source) and step not in SNAKE_STEPS:
+        raise InputError(
+            f"The step {step!r} reads frames, and Snake is put into words; choose {' or '.join(SNAKE_STEPS)}."
+        )
+    if is_snake(source) and frames != 1:
+        raise InputError(f"frames is {frames}, and Snake is put into words, without a frame; leave it at 1.")
 
 
 def sources() -> list[str]:
     """Every game that can be played here: those with a workload of their own first, then all others by name."""
     from lab.envs import EmulatorMissing, atari, doom
 
-    known = list(dict.fromkeys(workload.source for workload in load_workloads().values()))
+    known = list(dict.fromkeys([*(workload.source for workload in load_workloads().values()), SNAKE]))
     for kind, names in (("atari", atari.games), ("doom", doom.scenarios)):
         try:
             known += [source for name in names() if (source := f"{kind}:{name}") not in known]
         except EmulatorMissing:
             known = [source for source in known if not source.startswith(kind)]
-    return [*known, "snake:24x16"]
+    return known
+
+
+def is_snake(source: str) -> bool:
+    """Whether the game is Snake, whose board is put into words, so that models read text and no frame is looked at."""
+    return source.partition(":")[0] == "snake"
+
+
+def choices(source: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The models and the steps to choose from for a game, what it is played with by default first."""
+    return (SNAKE_MODELS, SNAKE_STEPS) if is_snake(source) else (MODELS, tuple(STEPS))
 
 
 def question_for(source: str, actions: list[str]) -> Question:

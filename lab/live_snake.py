@@ -1,18 +1,33 @@
 """Snake for the live panel and the terminal: a session whose step reads the game's state, not its frame."""
 
+import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from importlib import import_module
 
 import numpy as np
 
 from lab.envs.snake import NAMES
+from lab.envs.snake_prompts import decide, prompt
 from lab.live import Session
+from lab.live_choices import SNAKE, SNAKE_MODELS, SNAKE_STEPS, check_settings
+from lab.moments import Moment
+from lab.question_tokens import TextPrompt
 from lab.workloads import Question
 
-MODEL = "snake"
-SOURCE = "snake:24x16"
+FPS = 12.0  # of a game that is watched in a terminal
+
+
+@dataclass(frozen=True)
+class SnakeMoment(Moment):
+    """A moment with all that was asked: `told` is what the model read about each of `names`, `others` the other questions
+    with P(yes), `refused` the direction that was proposed where the shield did not let it pass, else empty."""
+
+    told: tuple[str, ...] = ()
+    others: tuple[tuple[str, float], ...] = ()
+    refused: str = ""
 
 
 class SnakeStep:
@@ -30,9 +45,6 @@ class SnakeStep:
 
     def decide(self, inputs=None):
         """The answer to the move question on the environment's present board; `inputs` are not looked at."""
-        from lab.envs.snake_prompts import prompt
-        from lab.question_tokens import TextPrompt
-
         self.plan = self.env.game.plan()
         asked = prompt(self.env.game, self.plan)
         move = asked.questions[0]
@@ -43,8 +55,6 @@ class SnakeStep:
 
     def decision(self, shield: bool = True):
         """What is made of the last answer."""
-        from lab.envs.snake_prompts import decide
-
         move, safe, food = self.answers
         return decide(self.plan, move.probabilities[0], safe.probabilities[0, 1], food.probabilities[0, 1], shield)
 
@@ -61,33 +71,31 @@ class SnakeStep:
 class SnakeSession(Session):
     """A `Session` on Snake: a text model answers, the shield has the last word, and every round takes the next seed.
 
-    `model` is a name for `load_text_model`; any other gives way to the trained checkpoint, since no picture is looked at.
-    `step` "compiled" turns all three options on, every other one none. `frames` and the descriptions of a question change
-    nothing.
+    `model` is a name for `load_text_model`, or a loaded text model; `step` "eager", or "compiled" with all three options
+    on. What a question's options say is written anew for every board, so that only its instructions can be changed.
+    `interventions` counts the moves that the shield did not let pass. Raises InputError for a step that reads frames too.
+    An answer that is no probability raises `NotFinite` or `NoMove`, and no move is made.
     """
 
-    def __init__(self, source: str = SOURCE, model=MODEL, *args, **kwargs):
+    def __init__(self, source: str = SNAKE, model=SNAKE_MODELS[0], step: str = SNAKE_STEPS[0], **settings):
+        check_settings(step, settings.get("frames", 1), settings.get("seed", 0), source=source)
+        super().__init__(source, model, step, **settings)
+
+    def restart(self, seed: int | None = None) -> None:
         self.interventions = 0
-        super().__init__(source, model, *args, **kwargs)
+        super().restart(seed)
 
     def _load(self, model, device: str, dtype: str):
-        text = import_module("lab.models.text")
-        if isinstance(model, text.TextModel):
-            return model
-        known = isinstance(model, str) and (model in text.known() or "/" in model)
-        return text.load_text_model(model if known else MODEL, device, dtype)
+        load = import_module("lab.models.text").load_text_model
+        return load(model, device, dtype) if isinstance(model, str) else model
 
     def usual_question(self) -> Question:
         """The move question about the present board."""
-        from lab.envs.snake_prompts import prompt
-
         return prompt(self.env.game, self.env.game.plan()).questions[0]
 
     def _make_step(self, question: Question) -> SnakeStep:
-        from lab.steps.text import TextStep
-
-        options = {"compile": True, "pad_to_multiple": 16, "cache_prompts": True} if "compiled" in self.kind else {}
-        return SnakeStep(TextStep(self.model, **options), self.env, question)
+        options = {"compile": True, "pad_to_multiple": 16, "cache_prompts": True} if self.kind == "compiled" else {}
+        return SnakeStep(import_module("lab.steps.text").TextStep(self.model, **options), self.env, question)
 
     def _seeds(self, number: int):
         generator = np.random.default_rng([self.seed, number]) if self.choose == "sampled" else None
@@ -108,6 +116,18 @@ class SnakeSession(Session):
             shares = np.eye(len(NAMES), dtype=np.float32)[NAMES.index(decision.executed)]
         self._running.take(answer.logits[0], shares, answer.p_act[0])
 
+    def _moment(self, frame, answer, ms: float) -> SnakeMoment:
+        decision, (move, *others) = self.step.decision(), self.step.answers
+        return SnakeMoment(
+            **vars(super()._moment(frame, answer, ms)),
+            told=tuple(text for _, text in move.question.options),
+            others=tuple((other.question.instructions, float(other.probabilities[0, 1])) for other in others),
+            refused=decision.proposed if decision.intervention else "",
+        )
+
+    def facts(self) -> dict:
+        return super().facts() | {"interventions": self.interventions}
+
     def remark(self) -> str:
         """What keeps the answers from meaning much: untrained weights; else empty."""
         if "random" in self.model.weights:
@@ -118,49 +138,41 @@ class SnakeSession(Session):
 # ------------------------------------------------------------------------------------------------------ in a terminal
 
 
-def watch(session: SnakeSession, moves: int, fps: float | None, show: bool, say: Callable[[str], None]) -> bool:
-    """Play `moves` moves in the terminal, `fps` a second (None: as fast as it goes); with `show` the board is drawn, else a
-    line is said per round. Ctrl-C ends it after the move. Whether it came to its end."""
+def watch(session: SnakeSession, moves: int, fps: float, show: bool, say: Callable[[str], None]) -> None:
+    """Play `moves` moves in the terminal, `fps` a second at most; with `show` the board is drawn where it fits, else a line
+    is said per round."""
     from rich.live import Live
 
-    due, told = time.perf_counter(), 0
-    live = Live(auto_refresh=False, transient=False) if show else nullcontext()
-    try:
-        with live:
-            for _ in range(moves):
-                moment = session.tick()
-                if show:
-                    live.update(_screen(session, moment), refresh=True)
-                for episode in session.episodes[told:]:
-                    told += 1
-                    if not show:
-                        how = "full board" if session.env.game.won else "cut" if not episode.ended else "over"
-                        say(
-                            f"round {told} (seed {episode.seed}): score {episode.score:g}, {episode.decisions} moves, {how}"
-                        )
-                if fps is not None:
-                    due = max(due + 1 / fps, time.perf_counter() - 1 / fps)
-                    time.sleep(max(0.0, due - time.perf_counter()))
-    except KeyboardInterrupt:
-        return False
-    return True
+    have, columns, lines = shutil.get_terminal_size(), max(2 * session.env.game.width, 60), session.env.game.height + 5
+    if show and (have.columns < columns or have.lines < lines):
+        say(f"not drawn: that takes {columns} columns and {lines} lines, and here are {have.columns} and {have.lines}")
+        show = False
+    due, said = time.perf_counter(), len(session.episodes)
+    with Live(auto_refresh=False, transient=False) if show else nullcontext() as live:
+        for _ in range(moves):
+            moment = session.tick()
+            if show:
+                live.update(_screen(session, moment), refresh=True)
+            for one in session.episodes[said:]:
+                said += 1
+                if not show:
+                    how = "full board" if session.env.game.won else "over" if one.ended else "cut"
+                    say(f"round {said} (seed {one.seed}): score {one.score:g}, {one.decisions} moves, {how}")
+            due = max(due + 1 / fps, time.perf_counter() - 1 / fps)
+            time.sleep(max(0.0, due - time.perf_counter()))
 
 
-def _screen(session: SnakeSession, moment):
+def _screen(session: SnakeSession, moment: Moment):
     from rich.console import Group
     from rich.text import Text
 
     from lab.envs.snake_views import rich_board
+    from lab.snake_loop import said
 
-    return Group(rich_board(session.env.game), *map(Text, _lines(session, moment)))
-
-
-def _lines(session: SnakeSession, moment) -> Iterator[str]:
-    decision = session.step.decision()
-    yield (
-        f"seed {session._running.seed}  move {moment.number}  score {moment.score:g}  "
-        f"{moment.action} {moment.ranked[0][1]:.0%}  interventions {session.interventions}"
+    rate = f"{session.rate:.0f} moves/s  " if session.rate else ""
+    lines = (
+        *said(session.env.game, replace(session.step.decision(), executed=moment.action)),
+        f"seed {session._running.seed}  interventions of the shield {session.interventions}",
+        f"{moment.decision_ms:.1f} ms a decision  {rate}{session.step.name}",
     )
-    yield f"dead-end risk {decision.risk:.0%}  food reachable {decision.food:.0%}"
-    rate = f"{session.rate:.0f} moves/s" if session.rate else ""
-    yield f"{moment.decision_ms:.1f} ms a decision  {rate}  {session.step.name}"
+    return Group(rich_board(session.env.game), *map(Text, lines))

@@ -22,31 +22,45 @@ def bars(
 ) -> str:
     """The options as bars, the most probable first, the action taken in orange with a mark; in an answer without an
     action the most probable one. `before` is an answer to compare with: its share is a red line, the change in points
-    beside it. `taken` counts actions so far."""
+    beside it. `taken` counts actions so far. Of Snake also what each option said, and the other two questions."""
     earlier = {} if before is None else dict(zip(before.names, before.probabilities, strict=True))
     marked = moment.action or moment.ranked[0][0]
     widths = "minmax(64px,auto) 1fr 42px" if compact else "14px minmax(90px,auto) minmax(80px,1fr) 48px 56px"
+    told = {} if compact else dict(zip(moment.names, getattr(moment, "told", ()), strict=False))
+    if told:  # as wide whatever is told, so that the bars stay where they are
+        widths = "14px minmax(90px,1.3fr) minmax(80px,1fr) 48px 40px"
     cells = []
     for name, share in moment.ranked:
         chosen = name == marked
         colour = ORANGE if chosen else BLUE
         line = f'<i style="{_at(earlier[name])};width:2px;background:{VERMILION}"></i>' if name in earlier else ""
-        change = f"{100 * (share - earlier[name]):+.1f}" if name in earlier else ""
+        change = f"{round(100 * (share - earlier[name]), 1) + 0.0:+.1f}" if name in earlier else ""
         count = change or (f"×{taken[name]}" if taken and taken.get(name) else "")
         weight = "font-weight:600;" if chosen else ""
+        about = f' <span style="font-weight:400;{DIM}">{escape(told[name])}</span>' if name in told else ""
         cells += [] if compact else [f'<span style="color:{ORANGE}">{"▶" if chosen else ""}</span>']
         cells += [
-            f'<span style="{weight}overflow:hidden;text-overflow:ellipsis">{escape(name)}</span>',
-            f'<span style="position:relative;height:11px;background:{GREY}2e;border-radius:2px">'
-            f'<i style="position:absolute;left:0;top:0;bottom:0;width:{100 * share:.1f}%;background:{colour};'
-            f'border-radius:2px"></i>{line}</span>',
+            f'<span style="{weight}overflow:hidden;text-overflow:ellipsis;white-space:nowrap">{escape(name)}{about}</span>',
+            _bar(share, colour, line),
             f'<span style="{weight}text-align:right;{NUMBERS}">{share:.0%}</span>',
         ]
         cells += [] if compact else [f'<span style="text-align:right;{DIM};{NUMBERS}">{count}</span>']
+    for asked, share in () if compact else getattr(moment, "others", ()):
+        cells += [
+            f'<span style="grid-column:1/-1;margin-top:5px;{DIM}">{escape(asked)}</span><span></span><span>yes</span>',
+            f'{_bar(share, BLUE)}<span style="text-align:right;{NUMBERS}">{share:.0%}</span><span></span>',
+        ]
     size = "11px/15px" if compact else "12px/17px"
     return (
         f'<div style="display:grid;grid-template-columns:{widths};gap:1px 8px;align-items:center;font-size:{size[:4]};'
         f'line-height:{size[5:]}">{"".join(cells)}</div>'
+    )
+
+
+def _bar(share: float, colour: str, line: str = "") -> str:
+    return (
+        f'<span style="position:relative;height:11px;background:{GREY}2e;border-radius:2px"><i style="position:absolute;'
+        f'left:0;top:0;bottom:0;width:{100 * share:.1f}%;background:{colour};border-radius:2px"></i>{line}</span>'
     )
 
 
@@ -57,7 +71,9 @@ def _at(share: float) -> str:
 def numbers(moment: Moment, facts: dict, draw_ms: float | None = None) -> str:
     """What stands beside the bars: confidence and P(act), times with their spark line, the rate, the episode."""
     p = facts["percentiles"]
-    spread = " · ".join(f"{name} {value:.1f}" for name, value in p.items())
+    spread = " · ".join(f"{name} {value:.1f}" for name, value in p.items()) + (" ms" if p else "")
+    possible = f' <span style="{DIM}">of {facts["possible"]:.0f} possible</span>' if facts["possible"] else ""
+    game = "game" if "interventions" in facts else "emulator"  # Snake has none
     drawing = "" if draw_ms is None else f" · drawing {draw_ms:.1f} ms"
     rate = f"{facts['rate']:.1f}" if facts["rate"] else "–"
     scores = facts["scores"]
@@ -67,15 +83,18 @@ def numbers(moment: Moment, facts: dict, draw_ms: float | None = None) -> str:
         ("decision", f"<b>{moment.decision_ms:.1f} ms</b> {spark(facts['times'])}<br>{spread}"),
         (
             "pace",
-            f'<b class="refrain-rate">{rate}</b> decisions/s '
-            f'<span style="{DIM}">of {facts["possible"]:.0f} possible</span>',
+            f'<b class="refrain-rate">{rate}</b> decisions/s{possible}',
         ),
-        ("not in it", f'<span style="{DIM}">emulator {facts["emulator_ms"]:.1f} ms{drawing}</span>'),
+        ("not in it", f'<span style="{DIM}">{game} {facts["emulator_ms"]:.1f} ms{drawing}</span>'),
         (
             "episode",
             f"<b>{moment.episode + 1}</b> · score <b>{moment.score:g}</b>{mean} · {facts['decisions']} actions",
         ),
     ]
+    if "interventions" in facts:
+        refused = getattr(moment, "refused", "")
+        now = f"<b>{refused}</b> was proposed, which is not safe · " if refused else ""
+        lines.append(("shield", f"{now}interventions <b>{facts['interventions']}</b>"))
     cells = "".join(f'<span style="{DIM}">{name}</span><span>{text}</span>' for name, text in lines)
     return (
         f'<div style="display:grid;grid-template-columns:auto 1fr;gap:3px 12px;font-size:12px;line-height:17px;'
@@ -107,9 +126,12 @@ def strip(moments: Sequence[Moment], facts: dict, title: str, remark: str = "") 
     spread = ", ".join(f"{name} {value:.1f}" for name, value in p.items())
     scores = facts["scores"]
     played = f"{len(scores)} episode(s), mean score {np.mean(scores):.1f}" if scores else "no episode played to its end"
+    game, shield = "emulator", ""
+    if "interventions" in facts:  # Snake has no emulator, but a shield
+        game, shield = "game", f"; interventions of the shield: {facts['interventions']}"
     totals = (
-        f"{facts['decisions']} decisions, {facts['possible']:.0f} a second possible ({spread} ms); emulator "
-        f"{facts['emulator_ms']:.1f} ms beside it; {played}"
+        f"{facts['decisions']} decisions, {facts['possible']:.0f} a second possible ({spread} ms); {game} "
+        f"{facts['emulator_ms']:.1f} ms beside it; {played}{shield}"
     )
     cards, lines = [], []
     for moment in moments:

@@ -10,7 +10,7 @@ draw      the board in 24-bit colours, as the characters a terminal takes, writt
 from dataclasses import dataclass
 
 from lab.clocks import stage
-from lab.envs.snake import Board, Plan, Snake
+from lab.envs.snake import NAMES, Board, Plan, Snake
 from lab.envs.snake_prompts import Decision, NoMove, decide, prompt
 from lab.envs.snake_views import Screen
 from lab.errors import InputError
@@ -57,7 +57,7 @@ class Pilot:
             decision = self._decide(plan, answers)
         if self.screen is not None:
             with stage("draw"):
-                self.screen.draw(game, said(game, decision), self.step.name)
+                self.screen.draw(game, "  ".join(said(game, decision)), self.step.name)
         self.last = Turn(game.board(), plan, tuple(answers), decision)
         return self.last
 
@@ -75,12 +75,13 @@ class Pilot:
         return {**self.step.describe(), "prompt": self.kind, "shield": self.shield, "drawn": self.screen is not None}
 
 
-def said(game: Snake, decision: Decision) -> str:
-    """A line of text about a decision."""
-    shield = f" (proposed {decision.proposed})" if decision.intervention else ""
+def said(game: Snake, decision: Decision) -> tuple[str, str]:
+    """Two lines of text about a decision: the move, and what the other two answers say."""
+    share = {name: f"{name} {p:.0%}" for name, p in zip(NAMES, decision.probabilities, strict=True)}
+    shield = f" (proposed {share[decision.proposed]})" if decision.intervention else ""
     return (
-        f"move {game.tick}  score {game.score}  {decision.executed}{shield}  {decision.probabilities.max():.0%}  "
-        f"dead-end risk {decision.risk:.0%}  food reachable {decision.food:.0%}"
+        f"move {game.tick}  score {game.score}  {share[decision.executed]}{shield}",
+        f"dead-end risk {decision.risk:.0%}  food reachable {decision.food:.0%}",
     )
 
 

@@ -1,8 +1,6 @@
 """The Snake loop: equal actions whatever the options, rows that replay, tables and sentences, and what is drawn."""
 
 import json
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -16,12 +14,10 @@ from lab.envs.snake_prompts import NoMove
 from lab.envs.snake_views import Screen, moving_picture
 from lab.errors import InputError
 from lab.experiments import snake, snake_checks, snake_results
-from lab.live import open_session
-from lab.live_snake import SnakeSession, watch
 from lab.measure import time_call
 from lab.models.text import load_text_model
 from lab.records import read_rows
-from lab.snake_loop import STAGES, Pilot, play, replay
+from lab.snake_loop import STAGES, Pilot, replay
 from lab.snake_training import Recipe, positions, train
 from lab.steps import TextStep
 
@@ -239,49 +235,6 @@ def test_unknown_profiles_presets_are_refused():
         snake.run("smoke", preset="huge")
 
 
-# -------------------------------------------------------------------------------------------------------------- live
-
-
-def test_a_session_plays_what_the_loop_plays(trained):
-    with open_session("snake:24x16", model=trained, seed=101) as session:
-        moments = [session.tick() for _ in range(40)]
-    turns = play(Pilot(TextStep(trained)), Snake(seed=101), 40)
-    assert isinstance(session, SnakeSession)
-    assert [one.action for one in moments] == [turn.decision.executed for turn in turns]
-    for moment, turn in zip(moments, turns, strict=True):
-        np.testing.assert_allclose(moment.probabilities, turn.answers[0].probabilities[0], atol=1e-6)
-    assert moments[0].frame.shape == (192, 288, 3) and session.remark() == ""
-
-
-def test_every_round_takes_the_next_seed_and_survives(trained):
-    with open_session("snake:6x6", model=trained, seed=5) as session:
-        while len(session.episodes) < 2:
-            session.tick()
-    assert [(one.seed, one.score, one.ended) for one in session.episodes] == [(5, 30, True), (6, 30, True)]
-
-
-def test_another_question_can_be_asked_about_the_board(trained):
-    from lab.workloads import Question
-
-    with open_session("snake:24x16", model=trained) as session:
-        before = session.look().probabilities
-        session.ask(Question("choice", "Is it raining in the north of this board today?", session.question.names))
-        assert np.abs(session.look().probabilities - before).max() > 0
-        session.ask(session.usual_question())
-        np.testing.assert_array_equal(session.look().probabilities, before)
-    with open_session("snake:24x16", model="tiny") as session:
-        assert "not trained" in session.remark()
-
-
-def test_watching_in_a_terminal(trained, capsys):
-    said = []
-    with open_session("snake:6x6", model=trained) as session:
-        assert watch(session, 330, None, False, said.append)
-        assert said and "full board" in said[0]
-        watch(session, 2, 1000, True, said.append)
-    assert "dead-end risk" in capsys.readouterr().out
-
-
 def test_the_environment_is_one_of_the_others():
     env = make("snake:8x6", seed=3)
     frame = env.reset()
@@ -294,15 +247,6 @@ def test_the_environment_is_one_of_the_others():
     for bad in ("snake:", "snake:big", "snake:3x3", "snake:5x5"):
         with pytest.raises(InputError):
             make(bad)
-
-
-@pytest.mark.parametrize(
-    "arguments, said", [(["--game", "snake", "--fps", "0"], "--fps"), (["--game", "Pong", "--optimize"], "--optimize"),
-                        (["--game", "snake", "--fps", "3", "--max-speed"], "--max-speed")]
-)  # fmt: skip
-def test_the_command_line_refuses_in_one_sentence(arguments, said):
-    done = subprocess.run([sys.executable, "-m", "lab.cli", "play", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
 # ---------------------------------------------------------------------------------------------------------- training

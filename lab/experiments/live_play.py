@@ -1,5 +1,6 @@
 """Notebook 10 and `lab play`: a model plays, decision by decision; what it chose, how long it took, how the games went."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ import pandas as pd
 
 from lab.errors import InputError
 from lab.live import Session
-from lab.live_choices import DEFAULT_MODEL
+from lab.live_choices import DEFAULT_MODEL, is_snake
 from lab.live_views import bars, numbers, strip
 from lab.moments import Moment, encode, picture_format
 from lab.player import others_playing
@@ -140,14 +141,30 @@ def _about(rows: pd.DataFrame, kind: str, title: str | None = None) -> list[dict
 # ------------------------------------------------------------------------------------------------ without a notebook
 
 
-def watch(session: Session, decisions: int, say: Callable[[str], None]) -> bool:
-    """Play `decisions`, saying a line per episode; Ctrl-C ends it after the decision. Whether it came to its end."""
+def watch(
+    session: Session, decisions: int, say: Callable[[str], None], terminal: bool = False, fps: float | None = None
+) -> int:
+    """Play `decisions`, saying a line per episode; in a terminal Snake is drawn, `fps` moves a second (None: 12, or as many
+    as there can be where it is not drawn). Ctrl-C ends it after the decision. The exit code: 130 after Ctrl-C, 1 where
+    the model's answer was none, else 0."""
+    from lab.envs.snake_prompts import NoMove
+    from lab.live_snake import FPS
+    from lab.live_snake import watch as watch_snake
+    from lab.steps.text import NotFinite
+
     try:
-        for line in _lines(session, decisions):
-            say(line)
+        if is_snake(session.source):
+            watch_snake(session, decisions, fps or (FPS if terminal else math.inf), terminal, say)
+        else:
+            for line in _lines(session, decisions):
+                say(line)
     except KeyboardInterrupt:
-        return False
-    return True
+        say("stopped from the keyboard")
+        return 130
+    except (NoMove, NotFinite) as error:
+        say(f"stopped: {error}")
+        return 1
+    return 0
 
 
 def _lines(session: Session, decisions: int) -> Iterator[str]:
@@ -163,7 +180,10 @@ def _lines(session: Session, decisions: int) -> Iterator[str]:
 
 
 def summary(session: Session) -> dict:
-    """What a session came to, for `lab play`: decisions, episodes, scores, percentiles (ms), rates, seconds to start."""
+    """What a session came to, for `lab play`: decisions, episodes, scores, percentiles (ms), rates, seconds to start.
+
+    `decisions_per_second` is what there would be were there nothing else, `played_per_second` what there was at the end.
+    """
     left, scores = session.unfinished, [episode.score for episode in session.episodes]
     return clean(
         {
@@ -184,10 +204,12 @@ def summary(session: Session) -> dict:
             "decisions_per_second": 1e3 * len(session.decision_ms) / session.decision_ms.total
             if session.decisions
             else 0,
+            "played_per_second": session.rate,
             "emulator_ms": session.emulator_ms.percentiles(),
             "start_s": session.start_s,
             "actions": dict(session.taken),
             "remark": session.remark(),
+            **{name: count for name, count in session.facts().items() if name == "interventions"},  # of Snake's shield
         }
     )
 
@@ -203,13 +225,18 @@ def summary_text(found: dict) -> str:
     )
     scores = f"{len(found['episodes'])} episode(s)"
     scores += f", mean score {found['mean_score']:.1f}" if found["episodes"] else ""
-    scores += f"; the last one unfinished after {left['decisions']} decisions at {left['score']:g}" if left else ""
-    start = ", ".join(f"{part} {seconds:.1f}" for part, seconds in found["start_s"].items())
+    scores += f"; the last one unfinished after {left['decisions']} decisions, score {left['score']:g}" if left else ""
+    where = "game" if "interventions" in found else "emulator"  # Snake has none
+    start = ", ".join(
+        f"{where if part == 'emulator' else part} {seconds:.1f}" for part, seconds in found["start_s"].items()
+    )
+    played = f", {found['played_per_second']:.1f} played" if found["played_per_second"] else ""
+    shield = f"; interventions of the shield: {found['interventions']}" if "interventions" in found else ""
     lines = [
         f"{found['game']}, {found['model']} ({found['weights']}), {found['step']}, {found['device']} {found['dtype']}",
         f"{found['decisions']} decisions, {scores}",
-        f"a decision: {spread} ms; {found['decisions_per_second']:.1f} a second were there nothing else",
-        f"beside it: emulator {emulator['p50']:.1f} ms (median); before the first: {start} s",
-        f"actions: {actions}",
+        f"a decision: {spread} ms; {found['decisions_per_second']:.1f} a second were there nothing else{played}",
+        f"beside it: {where} {emulator['p50']:.1f} ms (median); before the first: {start} s",
+        f"actions: {actions}{shield}",
     ]
     return "\n".join(lines + ([f"note: {found['remark']}"] if found["remark"] else []))

@@ -31,10 +31,10 @@ def play(source: str = "doom:basic", decisions: int = 40, **settings):
     that cannot be."""
     if interactive():
         return import_module("lab.widgets.panel").Panel(source=source, **settings)
-    from lab.live import Session
+    from lab.live import open_session
     from lab.live_views import strip
 
-    with Session(
+    with open_session(
         source, **{name: value for name, value in settings.items() if name not in ("playing", "speed")}
     ) as session:
         for _ in range(decisions):

@@ -4,6 +4,7 @@ Play runs in a thread (`lab.player`); what is drawn is a picture, at most 24 tim
 """
 
 import math
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ import anywidget
 import ipywidgets as w
 
 from lab.errors import InputError
-from lab.live_choices import DEFAULT_MODEL, DEFAULT_SOURCE, MODELS, STEPS, check_settings, sources
+from lab.live_choices import DEFAULT_SOURCE, SNAKE, check_settings, choices, is_snake, sources
 from lab.live_views import DIM, bars, numbers, strip
 from lab.moments import check_gif_path, encode, picture_format
 from lab.player import SPEED, Player
@@ -25,6 +26,12 @@ from lab.workloads import MAX_FRAMES, Question
 HERE = Path(__file__).parent
 PICTURE_S, TEXT_S = 1 / 24, 1 / 10
 SPEEDS = [*((f"{speed}/s", float(speed)) for speed in (1, 2, 5, 10, 20, 30, 60)), ("fastest", math.inf)]
+TOLD = {
+    False: "Pause, then type: the bars move as you do, over the same picture; red lines are the answer before. Try to swap "
+    "what two options say. Words that a model was not trained on move it in ways that need not make sense, or not at all.",
+    True: "Pause, then type: the bars move as you do, over the same board; red lines are the answer before. What stands "
+    "beside the options is the planner's, new for every board; the shield lets only safe moves pass, whatever is asked.",
+}  # by whether the game is Snake
 KEYS = [("space", "play or pause"), ("s →", "step"), ("←", "back"), ("r", "restart"), ("+ −", "speed")]
 
 
@@ -44,11 +51,13 @@ class Panel(w.VBox):
     """
 
     def __init__(self, playing: bool = True, speed: float = SPEED, **settings: Any):
-        known = {"source": DEFAULT_SOURCE, "model": DEFAULT_MODEL, "step": "static", "device": "cpu", "dtype": "fp32",
-                 "frames": 1, "choose": "greedy", "seed": 0}  # fmt: skip
+        source = settings.get("source", DEFAULT_SOURCE)
+        known = {"source": source, **_usual(source), "device": "cpu", "dtype": "fp32", "choose": "greedy", "seed": 0}
         settings = known | settings
-        check_settings(*(settings[key] for key in ("step", "frames", "seed")))
-        self._quiet, self._due = False, {"picture": 0.0, "text": 0.0}
+        check_settings(*(settings[key] for key in ("step", "frames", "seed")), source=source)
+        self._own, self._due = threading.local(), {"picture": 0.0, "text": 0.0}
+        self._kept = {is_snake(game): _usual(game) for game in (DEFAULT_SOURCE, SNAKE)}  # a choice for each kind
+        self._kept[is_snake(source)] = {name: settings[name] for name in ("model", "step", "frames")}
         self._format, self._names, self._begun = None, None, False
         super().__init__([*self._face(speed), self._drawers(settings)])
         self.add_class("refrain-panel")
@@ -90,18 +99,15 @@ class Panel(w.VBox):
         ]
 
     def _drawers(self, settings: dict) -> w.Widget:
-        models = [(name, name) for name in MODELS]
-        if settings["model"] not in MODELS:
-            models.append((str(getattr(settings["model"], "name", settings["model"])), settings["model"]))
         games = list(dict.fromkeys([*sources(), settings["source"]]))
         self._chosen = {
-            "source": w.Dropdown(options=games, value=settings["source"], description="game"),
-            "model": w.Dropdown(options=models, value=settings["model"], description="model"),
-            "step": w.Dropdown(options=list(STEPS), value=settings["step"], description="step"),
-            "device": w.Dropdown(options=["cpu", "cuda"], value=settings["device"], description="device"),
-            "dtype": w.Dropdown(options=["fp32", "bf16"], value=settings["dtype"], description="dtype"),
-            "frames": w.Dropdown(options=range(1, MAX_FRAMES + 1), value=settings["frames"], description="frames"),
-            "choose": w.Dropdown(options=["greedy", "sampled"], value=settings["choose"], description="choose"),
+            "source": w.Dropdown(options=_pairs(*games), description="game"),
+            "model": w.Dropdown(description="model"),
+            "step": w.Dropdown(description="step"),
+            "device": w.Dropdown(options=_pairs("cpu", "cuda"), description="device"),
+            "dtype": w.Dropdown(options=_pairs("fp32", "bf16"), description="dtype"),
+            "frames": w.Dropdown(options=_pairs(*range(1, MAX_FRAMES + 1)), description="frames"),
+            "choose": w.Dropdown(options=_pairs("greedy", "sampled"), description="choose"),
             "seed": w.BoundedIntText(settings["seed"], min=0, max=2**31 - 1, description="seed"),
         }
         for name, field in self._chosen.items():
@@ -109,6 +115,7 @@ class Panel(w.VBox):
                 self._heard(lambda value, name=name: self._set(name, value)), "value"
             )
             field.layout.width = "270px"
+        self._offer(settings)
         self._instructions = _named(w.Textarea(rows=3, continuous_update=True), "refrain-instructions")
         self._instructions.layout.width = "98%"
         self._options = _named(w.Box(), "refrain-options")
@@ -116,11 +123,7 @@ class Panel(w.VBox):
         self._instructions.observe(self._heard(lambda _: self._typed()), "value")
         ask = _button("Ask this", "question", "refrain-ask", lambda: self._typed(now=True))
         original = _button("Original question", "undo", "refrain-original", self._original)
-        told = w.HTML(
-            f'<span style="font-size:12px;{DIM}">Pause, then type: the bars move as you do, over the same picture; red '
-            "lines are the answer before. Try to swap what two options say. Words that a model was not trained on move it "
-            "in ways that need not make sense, or not at all.</span>"
-        )
+        self._told = w.HTML()
         self._place = w.IntSlider(0, 0, 0, description="decision", continuous_update=True, readout=False)
         self._place.layout.width = "420px"
         self._place.observe(self._heard(lambda value: self.player.view(value)), "value")
@@ -134,7 +137,7 @@ class Panel(w.VBox):
         tabs = w.Accordion(
             [
                 _named(w.HBox(list(self._chosen.values())), "refrain-row"),
-                w.VBox([told, self._instructions, self._options, _named(w.HBox([ask, original]), "refrain-row")]),
+                w.VBox([self._told, self._instructions, self._options, _named(w.HBox([ask, original]), "refrain-row")]),
                 w.VBox([_named(w.HBox(seek), "refrain-row"), _named(w.HBox(keep), "refrain-row")]),
             ],
             titles=("Game, model, step", "Change the question", "Replay and save"),
@@ -142,19 +145,34 @@ class Panel(w.VBox):
         )  # fmt: skip
         return _named(tabs, "refrain-drawers")
 
+    def _offer(self, settings: dict) -> None:
+        """Let the fields show what is played with, and what else the game could be played with."""
+        offered = dict(zip(("model", "step"), choices(settings["source"]), strict=True))
+        with self._quietly():
+            for name, field in self._chosen.items():
+                value = settings[name]
+                if isinstance(field, w.Dropdown):
+                    options = _pairs(*offered.get(name, (known for _, known in field.options)), value)
+                    if options != field.options:
+                        field.options = options
+                if field.value != value:
+                    field.value = value
+        self._chosen["frames"].layout.display = "none" if is_snake(settings["source"]) else None
+
     # ---------------------------------------------------------------------------------------------- what is asked of it
 
     def _heard(self, act):
         """An observer that acts on a change made by hand, and not on those made here."""
-        return lambda change: None if self._quiet else act(change["new"])
+        return lambda change: None if getattr(self._own, "quiet", False) else act(change["new"])
 
     @contextmanager
     def _quietly(self) -> Iterator[None]:
-        self._quiet = True
+        """Changes made in this thread are not by hand; in another one somebody may use a field at the same time."""
+        self._own.quiet = True
         try:
             yield
         finally:
-            self._quiet = False
+            self._own.quiet = False
 
     def _key(self, name: str | None) -> None:
         if name in ("toggle", "step", "back", "restart"):
@@ -164,10 +182,15 @@ class Panel(w.VBox):
             self._speed.index = min(max(place, 0), len(SPEEDS) - 1)
 
     def _set(self, name: str, value: Any) -> None:
+        changes = {name: value}
         if name == "seed":
             self.player.restart(value)
-        else:
-            self.player.change(**{name: value})
+            return
+        if name == "source":  # models that read text go with Snake, those that look at pictures with every other game
+            changes |= self._kept[is_snake(value)]
+        elif name in ("model", "step", "frames"):
+            self._kept[is_snake(self._chosen["source"].value)][name] = value
+        self.player.change(**changes)
 
     def _typed(self, now: bool = False) -> None:
         session = self.player.session
@@ -180,12 +203,14 @@ class Panel(w.VBox):
             self._say(str(error))
 
     def _original(self) -> None:
-        session = self.player.session
-        if session is not None:
-            question = session.usual_question()
-            with self._quietly():
-                self._fill(question)
-            self.player.ask(question)
+        def ask(player: Player) -> None:
+            if player.session is not None:
+                question = player.session.usual_question()
+                with self._quietly():
+                    self._fill(question)
+                player.ask(question)
+
+        self.player.do(ask)
 
     def _jump(self, number: int | None) -> None:
         def seek(player: Player) -> None:
@@ -259,12 +284,16 @@ class Panel(w.VBox):
         self._play.description, self._play.icon = ("Pause", "pause") if playing else ("Play", "play")
         for widget in (self._play, self._step, self._restart, self._speed, self._shut, *self._chosen.values()):
             widget.disabled = closed
+        self._offer(player.settings)
         if player.moment is not None:
             self._image.remove_class("refrain-hide")
         if session is None:
             return
         self._asked.value = f'<div style="font-size:12px;{DIM}">{escape(session.question.instructions)}</div>'
         if self._names != (session.source, session.question.names):
+            snake = is_snake(session.source)
+            self._told.value = f'<span style="font-size:12px;{DIM}">{TOLD[snake]}</span>'
+            self._options.layout.display = "none" if snake else None
             with self._quietly():
                 self._fill(session.question)
             self._names = (session.source, session.question.names)
@@ -329,8 +358,19 @@ def _head(player: Player) -> str:
     return (
         f'<div style="display:flex;gap:10px;align-items:baseline;font-size:13px"><b>{escape(settings["source"])}</b>'
         f'<span style="{DIM};font-size:12px">{escape(about)}{began}</span><span style="flex:1"></span>'
-        f'<span class="refrain-state" style="color:{colour}">● {player.state}</span></div>'
+        f'<span class="refrain-state" style="color:{colour};white-space:nowrap">● {player.state}</span></div>'
     )
+
+
+def _usual(source: str) -> dict[str, Any]:
+    """What a game is played with where nothing else is asked for."""
+    (model, *_), (step, *_) = choices(source)
+    return {"model": model, "step": step, "frames": 1}
+
+
+def _pairs(*values: Any) -> tuple[tuple[str, Any], ...]:
+    """Options of a field: each value once, under its name."""
+    return tuple((str(getattr(value, "name", value)), value) for value in dict.fromkeys(values))
 
 
 def _speed(speed: float) -> float:
