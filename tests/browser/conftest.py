@@ -1,10 +1,11 @@
-"""A real JupyterLab in a headless Chromium, shared by all tests of this folder (`jupyter` takes about ten seconds once).
+"""A real JupyterLab in a headless Chromium, shared by all tests of this folder (`jupyter` takes about ten seconds once),
+and one kernel, which imports torch once and goes from notebook to notebook.
 
     def test_it(jupyter):
         notebook = jupyter.open("01_token_layout", profile="smoke", seed=3)   # a fresh copy, parameters written into it
         notebook.run_all()                                                    # fails where a cell fails
         notebook.page.locator(".my-class input").fill("9")                    # Playwright's page; own classes: add_class
-        light, dark = notebook.shots("name", ".my-class")        # pictures, in $REFRAIN_SHOTS or a temporary folder
+        notebook.shots("name", ".my-class")                      # light and dark, where $REFRAIN_SHOTS says where to
 
 Without Chromium or playwright the tests are skipped; with REFRAIN_BROWSER=required (set by .ci/run) that is a failure.
 """
@@ -26,7 +27,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import psutil
 import pytest
 
@@ -76,7 +76,9 @@ def jupyter(tmp_path_factory) -> Iterator["Jupyter"]:
     flags = ["--no-sandbox"] if root else []
     with server(folder, root) as (process, address, token), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=flags)
-        yield Jupyter(folder, process, address, token, browser)
+        context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")  # one cache
+        context.set_default_timeout(30_000)
+        yield Jupyter(folder, process, address, token, context)
         browser.close()
 
 
@@ -144,7 +146,7 @@ class Jupyter:
     process: subprocess.Popen
     address: str
     token: str
-    browser: Any
+    context: Any
     notebook: "Notebook | None" = None
 
     @property
@@ -153,19 +155,24 @@ class Jupyter:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def open(self, name: str, **parameters: Any) -> "Notebook":
+    def open(self, name: str, until: str = "", **parameters: Any) -> "Notebook":
         """Open a fresh copy of notebooks/NAME.ipynb, `parameters` written into its parameters cell; its kernel is up.
 
-        The notebook opened before is closed and its kernel ended.
+        The notebook opened before is closed and hands its kernel on. Cells below the first that holds `until` are left out.
         """
         self.close()
         path = self.folder / "notebooks" / f"{name}.ipynb"
-        source = nbformat.read(NOTEBOOKS / path.name, as_version=4)
-        cell = next(c for c in source.cells if "parameters" in c.metadata.get("tags", []))
-        cell.source += "".join(f"\n{key} = {value!r}" for key, value in parameters.items())
-        nbformat.write(source, path)
-        page = self.browser.new_page(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")
-        page.set_default_timeout(30_000)
+        source = json.loads((NOTEBOOKS / path.name).read_text(encoding="utf-8"))
+        code = [cell for cell in source["cells"] if cell["cell_type"] == "code"]
+        cell = next(cell for cell in code if "parameters" in cell["metadata"].get("tags", []))
+        cell["source"] += [f"\n{key} = {value!r}" for key, value in parameters.items()]
+        if until:
+            last = next(cell for cell in code if until in "".join(cell["source"]))
+            del source["cells"][source["cells"].index(last) + 1 :]
+        path.write_text(json.dumps(source), encoding="utf-8")
+        for session in self._ask("sessions"):
+            self._ask(f"sessions/{session['id']}", "PATCH", {"path": path.name, "name": path.name, "type": "notebook"})
+        page = self.context.new_page()
         self.notebook = Notebook(page, name, self.shots_folder)
         page.goto(f"{self.address}/doc/tree/{path.name}?token={self.token}&reset")
         page.get_by_text(
@@ -174,16 +181,18 @@ class Jupyter:
         return self.notebook
 
     def close(self) -> None:
-        """Close the open notebook, if there is one, and end its kernel."""
+        """Close the open notebook, if there is one; a kernel that is still at work, as after a failed test, is ended."""
         if self.notebook:
             self.notebook.page.close()
             self.notebook = None
         for session in self._ask("sessions"):
-            self._ask(f"sessions/{session['id']}", "DELETE")
+            if session["kernel"]["execution_state"] != "idle":
+                self._ask(f"sessions/{session['id']}", "DELETE")
 
-    def _ask(self, what: str, method: str = "GET") -> Any:
-        headers = {"Authorization": f"token {self.token}"}
-        request = urllib.request.Request(f"{self.address}/api/{what}", headers=headers, method=method)
+    def _ask(self, what: str, method: str = "GET", body: dict | None = None) -> Any:
+        headers = {"Authorization": f"token {self.token}", "Content-Type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.address}/api/{what}", data, headers, method=method)
         with urllib.request.urlopen(request, timeout=30) as reply:
             return json.loads(reply.read() or "null")
 
@@ -222,7 +231,12 @@ class Notebook:
         self.page.locator(f"body[data-jp-theme-light='{light}']").wait_for(state="attached")
         self.page.locator("#jupyterlab-splash").wait_for(state="detached")
 
-    def shots(self, name: str, selector: str) -> list[Path]:
+    def shots(self, name: str, selector: str) -> None:
+        """Pictures of the first element that `selector` finds, in both themes, where somebody wants to keep them."""
+        if os.environ.get("REFRAIN_SHOTS"):
+            self.pictures(name, selector)
+
+    def pictures(self, name: str, selector: str) -> list[Path]:
         """Pictures of the first element that `selector` finds, in the light and in the dark theme."""
         element, paths = self.page.locator(selector).first, []
         height = element.bounding_box()["height"]

@@ -50,7 +50,7 @@ def test_an_edited_question_moves_picture_strip_and_cost(jupyter):
 def test_a_chosen_workload_and_arm_change_bars_and_table(jupyter):
     from playwright.sync_api import expect
 
-    notebook = jupyter.open("02_latency_breakdown", profile="smoke")
+    notebook = jupyter.open("02_latency_breakdown", until="widgets.latency", profile="smoke")
     notebook.run_all()
     explorer = notebook.page.locator(".lab-explorer-latency")
     picture, lines = explorer.locator("img"), explorer.locator("tbody tr")
