@@ -92,8 +92,8 @@ _KINDS = {
 
 def operations(step, inputs) -> dict[str, float]:
     """Milliseconds of the host's time in one decision by kind of operation (`matrix products`, `attention`, `activations`,
-    `norms`, `copies and sums`, `rest`), as the profiler sees them: time in an operation itself, not in those it calls."""
-    step.decide(inputs)
+    `norms`, `copies and sums`, `rest`), as the profiler sees them: time in an operation itself, not in those it calls.
+    Let the step decide once before: what it does at its first call would count."""
     with torch.profiler.profile() as profiler:
         step.decide(inputs)
     found = dict.fromkeys([*_KINDS, "rest"], 0.0)

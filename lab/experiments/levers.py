@@ -23,20 +23,22 @@ LAYER = "one vision layer"
 SAME = 1e-4  # logits that lie closer are those of the same arithmetic in another order
 WARMUP = 1  # after the call that starts a step
 PEAKED = "pocket"  # a checkpoint that has learned its games: its answers are peaked, so that a flip means something
-# `blocks` and `budget_s` of the plain comparison; `pairs` blocks of the one with two frames; `peaked`: blocks, decisions
-# compared, and whether to compile. Batches are those beside 1.
+# `blocks` and `budget_s` of the main comparison, `decisions` whose answers are compared in it, `pairs` blocks of those of
+# batches and of two frames; on the peaked checkpoint one comparison holds all.
 PROFILES = {
     "smoke": {
-        "preset": "tiny", "batches": [4], "blocks": 6, "pairs": 5, "budget_s": 20, "compiled": False,
-        "peaked": {"blocks": 6, "decisions": 16, "batches": [4], "compiled": False},
+        "preset": "tiny", "blocks": 6, "decisions": 2, "batches": [4], "pairs": 5, "budget_s": 20, "compiled": False,
+        "peaked": {"blocks": 6, "decisions": 16, "batches": [4], "budget_s": 20, "compiled": False},
     },
     "standard": {
-        "preset": "smolvlm-256m", "batches": [4], "blocks": 8, "pairs": 5, "budget_s": 110, "compiled": False,
-        "peaked": {"blocks": 20, "decisions": 128, "batches": [4, 16], "compiled": True},
+        "preset": "smolvlm-256m", "blocks": 8, "decisions": 1, "batches": [4], "pairs": 5, "budget_s": 130,
+        "compiled": False,
+        "peaked": {"blocks": 20, "decisions": 128, "batches": [4, 16], "budget_s": 30, "compiled": True},
     },
     "full": {
-        "preset": "smolvlm-256m", "batches": [4, 16], "blocks": 30, "pairs": 30, "budget_s": 600, "compiled": True,
-        "peaked": {"blocks": 30, "decisions": 512, "batches": [4, 16], "compiled": True},
+        "preset": "smolvlm-256m", "blocks": 30, "decisions": 8, "batches": [4, 16], "pairs": 30, "budget_s": 600,
+        "compiled": True,
+        "peaked": {"blocks": 30, "decisions": 512, "batches": [4, 16], "budget_s": 60, "compiled": True},
     },
 }  # fmt: skip
 
@@ -66,9 +68,9 @@ def run(
     workload: Path | str | None = None,
 ) -> pd.DataFrame:
     """Measure every lever beside the plain decision and return all raw rows, one comparison (title) each for: one frame
-    per decision at the profile's preset, or what the first workload of a reader's own file `workload` asks; two frames,
-    with and without frame features kept; the same levers on `pocket`, whose answers are peaked; and, on a CPU without
-    bf16 instructions, one vision layer in fp32 and bf16 (a whole decision would take a minute).
+    per decision at the profile's preset, or what the first workload of a reader's own file `workload` asks; batches; two
+    frames, with and without frame features kept; on a CPU without bf16 instructions one vision layer in fp32 and bf16 (a
+    whole decision would take many times as long); and all levers on `pocket`, whose answers are peaked.
 
     Times of a batch are those of the whole call; `lever_table` divides them. Beside the rows stand, as lines about them:
     the floor of the plain decision, how its and the exact arms' time splits by kind of operation, and every lever's
@@ -83,20 +85,20 @@ def run(
     settings = PROFILES[profile]
     preset = preset or settings["preset"]
     model, asked = load_model(preset, device, dtype, seed, weights), chosen(["pong"], workload)[0]
-    tables = _measure(model, asked, settings, 2, seed, out, preset, floor=True)
+    tables = _measure(model, asked, settings | {"batches": []}, seed, out, preset, floor=True)
+    tables += _batches(model, asked, settings, seed, out, preset)
     tables += _two_frames(model, replace(asked, frames=max(2, asked.frames)), settings, seed, out, preset)
     if not runs_bf16(device):
         tables.append(_one_layer(model, asked, seed, out, preset))
     tables.append(gather_rows(seed=seed, device=device, dtype=dtype, out=out))
-    peaked = settings["peaked"]
-    trained = load_model(PEAKED, device, dtype)
-    sizes = {"budget_s": settings["budget_s"], **peaked}
-    tables += _measure(trained, get_workload("pong"), sizes, peaked["decisions"], seed, out, PEAKED)
+    if preset != PEAKED:
+        trained = load_model(PEAKED, device, dtype)
+        tables += _measure(trained, get_workload("pong"), settings["peaked"], seed, out, PEAKED)
     return join_rows(tables)
 
 
 def runs_bf16(device: str) -> bool:
-    """Whether the device multiplies in bf16 by itself; on others a decision takes about fifty times as long."""
+    """Whether the device multiplies in bf16 by itself; on others a decision takes many times as long."""
     from lab.records import environment
 
     return device != "cpu" or environment()["cpu"]["native_bf16"]
@@ -134,11 +136,11 @@ def levers(model, asked: Workload, batches: list[int], compiled: bool) -> Iterat
 
 
 def _measure(
-    model, asked: Workload, settings: dict, decisions: int, seed: int, out, preset: str, floor: bool = False
+    model, asked: Workload, settings: dict, seed: int, out, preset: str, floor: bool = False
 ) -> list[pd.DataFrame]:
     """The levers beside each other, and what is said about them; with `floor` also what limits the plain decision."""
     found = list(levers(model, asked, settings["batches"], settings["compiled"]))
-    most = max(lever.batch for lever in found)
+    decisions, most = settings["decisions"], max(lever.batch for lever in found)
     needed = max(settings["blocks"] + WARMUP, -(-decisions // most))
     frames = frames_for(asked, needed * most, seed)
     inputs = frames.reshape(needed, most, *frames.shape[1:])
@@ -202,6 +204,20 @@ def _limits(found: list[Lever], inputs, tags: dict) -> list[dict]:
     return lines + [{"kind": "operations", "arm": one.name, "ms": operations(one.step, inputs)} for one in exact]
 
 
+def _batches(model, asked: Workload, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
+    """Several inputs answered at once beside one."""
+    from lab.steps import EagerStep
+
+    eager = EagerStep(model, asked.question, asked.frames, name=BASE)
+    found = [Lever(BASE, eager), *(Lever(f"batch {batch}", eager, batch) for batch in settings["batches"])]
+    most = found[-1].batch
+    frames = frames_for(asked, (settings["pairs"] + WARMUP) * most, seed)
+    inputs = frames.reshape(-1, most, *frames.shape[1:])
+    tags = _tags(asked, model, preset, ", batches")
+    settings = settings | {"blocks": settings["pairs"]}
+    return [_compare([lever.arm() for lever in found], inputs, settings, tags, seed, out)]
+
+
 def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
     """Decisions on the previous and the current frame: encoded anew, and the earlier frame's features kept."""
     from lab.caches import FrameFeatures
@@ -216,7 +232,7 @@ def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: 
     rows = _compare(
         [Arm.of(eager), Arm.of(kept, KEPT)], inputs, settings | {"blocks": settings["pairs"]}, tags, seed, out
     )
-    same = _parity(_OneByOne(eager), Lever(KEPT, kept), inputs[:, 0], 2)
+    same = _parity(_OneByOne(eager), Lever(KEPT, kept), inputs[:, 0], settings["decisions"])
     return [rows, beside_rows([same | tags], out)]
 
 
@@ -262,7 +278,7 @@ def lever_table(rows: pd.DataFrame) -> pd.DataFrame:
             tags |= {"batch": said.get("batch", 1), "dtype": said["dtype"]}
             kept = {key: line[key] for key in ("arm", "low", "high", "ratio", "ratio_low", "ratio_high", "shown")}
             answers = {
-                "max_logit": max(own.get("max_logit", np.nan), peaked.get("max_logit", np.nan)),
+                "max_logit": np.fmax(own.get("max_logit", np.nan), peaked.get("max_logit", np.nan)),
                 "flips": peaked.get("flips", {}).get("value", np.nan),
                 "n": peaked.get("n", 0),
             }
