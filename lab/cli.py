@@ -327,7 +327,7 @@ def levers(
 ) -> None:
     """Time what else is cheaper (dtype, batch, picture size, other runtimes, int8) and what it does to the answers."""
     with _quiet(as_json):
-        from lab.experiments.levers import bench as measure
+        from lab.experiments.lever_results import bench as measure
 
         result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
     _print_result(result, as_json)

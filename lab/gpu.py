@@ -46,7 +46,7 @@ def run(out: Path | None = None, seed: int = 0) -> int:
 
 
 def _benches(folder: Path, seed: int) -> dict:
-    from lab.experiments import graphs, levers, question_first, resume, snake_results
+    from lab.experiments import graphs, lever_results, question_first, resume, snake_results
 
     # Random weights: the offline package is not there, and time does not depend on them.
     common = {"device": "cuda", "seed": seed, "weights": "random"}
@@ -58,7 +58,7 @@ def _benches(folder: Path, seed: int) -> dict:
     path = folder / "question-first.rows.jsonl"
     found["question-first"] = lambda: question_first.bench(out=path, **common)
     found["resume"] = lambda: resume.bench(out=folder / "resume.rows.jsonl", **common)
-    found["levers"] = lambda: levers.bench(out=folder / "levers.rows.jsonl", **common)
+    found["levers"] = lambda: lever_results.bench(out=folder / "levers.rows.jsonl", **common)
     for preset in ("snake", "multilingual", "english"):
         found[f"snake, {preset}"] = lambda preset=preset: snake_results.bench(
             preset, "cuda", out=folder / f"snake.{preset}.rows.jsonl", seed=seed

@@ -6,7 +6,7 @@ import pytest
 
 from lab import figures
 from lab.errors import InputError
-from lab.experiments import levers
+from lab.experiments import lever_results, levers
 from lab.models import load_model
 from lab.records import read_rows
 from lab.steps import openvino
@@ -20,7 +20,7 @@ def rows(tmp_path_factory):
 
 
 def test_every_lever_is_timed_and_its_answers_compared(rows):
-    table = levers.lever_table(rows)
+    table = lever_results.lever_table(rows)
     own = table[table["preset"] == "tiny"].set_index("arm")
     expected = {"static", "half-size pictures", "tuned", "openvino", "int8", "batch 4", levers.KEPT}
     assert expected | {"eager", "eager again"} <= set(own.index)
@@ -28,7 +28,7 @@ def test_every_lever_is_timed_and_its_answers_compared(rows):
         line = own.loc[arm]
         assert line["ratio_low"] <= line["ratio"] <= line["ratio_high"] and line["n"] and np.isfinite(line["max_logit"])
     exact = own.loc[["static", "tuned", "openvino", "batch 4", levers.KEPT]]
-    assert (exact["max_logit"] < levers.SAME).all() and not exact["flips"].any()
+    assert (exact["max_logit"] < lever_results.SAME).all() and not exact["flips"].any()
     assert own.loc["half-size pictures", "max_logit"] > 0.1 < own.loc["int8", "max_logit"]
     assert own.loc["batch 4", "batch"] == 4 and own.loc["openvino", "start_s"] > own.loc["static", "start_s"]
     assert own.loc[levers.KEPT, "frames"] == 2
@@ -37,17 +37,17 @@ def test_every_lever_is_timed_and_its_answers_compared(rows):
 
 
 def test_what_limits_the_plain_decision_is_said(rows):
-    found = levers.floors(rows)
+    found = lever_results.floors(rows)
     assert set(found) == {"eager", "tuned"} and (found["eager"]["floor_ms"] > 0).any()
-    operations = levers.operations(rows)
+    operations = lever_results.operations(rows)
     assert list(operations) == ["eager", "static", "tuned"] and (operations.loc["matrix products"] > 0).all()
-    bounds = levers.bounds(rows).set_index("what")
+    bounds = lever_results.bounds(rows).set_index("what")
     assert 0 < bounds.loc["embedded question kept", "ms"] < bounds.loc["inputs built once", "ms"]
-    assert figures.lever_dots(levers.lever_table(rows)).axes and figures.operation_bars(operations).axes
+    assert figures.lever_dots(lever_results.lever_table(rows)).axes and figures.operation_bars(operations).axes
 
 
 def test_the_bench_prints_one_object(rows):
-    bench = levers.Bench(rows)
+    bench = lever_results.Bench(rows)
     found = bench.to_json()
     assert {"arm", "ms", "ratio", "shown", "flips", "max_logit", "start_s"} <= set(found["rows"][0])
     assert "tuned" in found["verdict"] and "openvino" in found["verdict"]
@@ -76,16 +76,16 @@ def test_a_batch_is_counted_by_decision_and_arms_fall_into_their_group():
     medians = {"eager": 100, "eager again": 100, "batch 4": 320, "int8": 70, "slow": 150, "same": 100}
     flips = {"batch 4": 0.0, "int8": 0.1, "slow": 0.0, "same": 0.0}
     rows = made_up(medians, {"batch 4": 4}, flips)
-    table = levers.lever_table(rows).set_index("arm")
+    table = lever_results.lever_table(rows).set_index("arm")
     assert table.loc["batch 4", "ms"] == pytest.approx(80, rel=0.02)
     assert table.loc["batch 4", "ratio"] == pytest.approx(0.8, rel=0.02)
-    said = levers.answer(levers.lever_table(rows))
+    said = lever_results.answer(lever_results.lever_table(rows))
     groups = {
         words: part for words, _, part in (group.partition(": ") for group in said.partition(". ")[2].split("; "))
     }
     assert "batch 4" in groups["Faster, with the same answers"] and "int8" in groups["faster, but the answers change"]
     assert "slow" in groups["slower"] and "same" in groups["no difference shown"]
-    assert "10.0% of 50 answers change" in " ".join(levers.sentences(levers.lever_table(rows)))
+    assert "10.0% of 50 answers change" in " ".join(lever_results.sentences(lever_results.lever_table(rows)))
 
 
 def test_a_lever_that_cannot_run_is_said_and_left_out(monkeypatch, capsys):

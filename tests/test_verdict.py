@@ -54,7 +54,7 @@ def repeats(source, saves, policy="one_hot"):
 
 
 def lever(arm, ratio, shown, flips=0.0, **more):
-    """A line as `lab.experiments.levers.lever_table` gives it."""
+    """A line as `lab.experiments.lever_results.lever_table` gives it."""
     ms, ends = 1700 * ratio, {"low": 0.97, "high": 1.03}
     bounds = {end: by * ms for end, by in ends.items()} | {f"ratio_{end}": by * ratio for end, by in ends.items()}
     return {"preset": "smolvlm-256m", "arm": arm, "ms": ms, "ratio": ratio, "shown": shown, **bounds} | {

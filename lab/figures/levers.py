@@ -18,7 +18,7 @@ KIND_COLOURS = dict(
 def lever_dots(table: pd.DataFrame) -> Figure:
     """Each lever's time over the plain decision's with its 95 % interval (logarithmic), a panel per comparison.
 
-    `table` is what `lab.experiments.levers.lever_table` returns. Filled where a difference is shown; orange where answers
+    `table` is what `lever_results.lever_table` returns. Filled where a difference is shown; orange where answers
     change, blue where none does, grey where they were not compared; the band is the A/A interval.
     """
     decisions = table[~table["arm"].str.startswith("one vision layer")]
@@ -56,7 +56,7 @@ def lever_dots(table: pd.DataFrame) -> Figure:
 
 
 def operation_bars(operations: pd.DataFrame) -> Figure:
-    """One decision per arm, cut by kind of operation (ms). `operations` is what `levers.operations` returns."""
+    """One decision per arm, cut by kind of operation (ms). `operations` is what `lever_results.operations` returns."""
     figure, axes = new_figure(7.5, 0.8 + 0.45 * operations.shape[1])
     longest = operations.sum().max()
     for place, arm in enumerate(operations):

@@ -10,6 +10,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from lab.errors import InputError
 from lab.measure import stage
+from lab.models.vision import DecisionModel
 from lab.steps.static import StaticStep
 
 ROUNDS = 5  # how often each backend is tried at construction; the fastest try counts
@@ -32,9 +33,11 @@ class TunedStep(StaticStep):
     """
 
     def __init__(self, model, question, *args, name: str | None = None, **kwargs):
-        if getattr(model, "device", None) is not None and (model.device.type != "cpu" or model.dtype != torch.float32):
-            where = f"{model.device.type} in {model.dtype_name}"
-            raise InputError(f"A tuned step runs on the CPU in fp32, and this model is on {where}; use StaticStep.")
+        if isinstance(model, DecisionModel) and (model.device.type, model.dtype) != ("cpu", torch.float32):
+            raise InputError(
+                f"A tuned step runs on the CPU in fp32, and this model is {model.dtype_name} on {model.device}; "
+                "load it with device='cpu', dtype='fp32'."
+            )
         self.products = Products()
         super().__init__(model, question, *args, capture=False, name=name, **kwargs)
 
