@@ -45,6 +45,7 @@ def make_notebook(tmp_path):
     return make
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Tests marked `cuda` need a GPU; elsewhere they are skipped. A file's tests share a worker, for what they prepare is
     costly; those that run notebooks share one per notebook."""
