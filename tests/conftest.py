@@ -48,12 +48,14 @@ def make_notebook(tmp_path):
 @pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items):
     """Tests marked `cuda` need a GPU; elsewhere they are skipped. A file's tests share a worker, for what they prepare is
-    costly; those that run notebooks share one per notebook."""
+    costly; so do those of one notebook, and all that share the browser."""
     import torch
 
     for item in items:
-        name = getattr(item, "callspec", None) and item.callspec.params.get("name")
-        item.add_marker(pytest.mark.xdist_group(name if item.path.parent.name == "notebooks" and name else item.path.stem))
+        group = {"browser": "browser"}.get(item.path.parent.name, item.path.stem)
+        if item.path.parent.name == "notebooks":
+            group = item.callspec.params["name"]
+        item.add_marker(pytest.mark.xdist_group(group))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("cuda"):

@@ -17,6 +17,7 @@ from lab.resume import (
 
 IMAGE = 99
 
+
 def prompt(*parts) -> Prompt:
     """Parts: a text of so many tokens, or (name, rows) for a picture between two border tokens; 16 patches each."""
     found = Prompt((), (), IMAGE)
