@@ -33,6 +33,7 @@ import pytest
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 REQUIRED = os.environ.get("REFRAIN_BROWSER") == "required"
 START_S = 60
+PATIENCE_MS = 60_000  # for one thing to show: other tests share the machine
 WIDTH, HEIGHT = 1250, 950
 SETTINGS = {  # nothing pops up, the theme follows what the page prefers
     "notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -69,7 +70,7 @@ def jupyter(tmp_path_factory) -> Iterator["Jupyter"]:
         pytest.skip("there is no chromium: install it (Debian: apt-get install chromium)")
     from playwright.sync_api import expect, sync_playwright
 
-    expect.set_options(timeout=30_000)
+    expect.set_options(timeout=PATIENCE_MS)
     folder = tmp_path_factory.mktemp("jupyter")
     shutil.copytree(NOTEBOOKS, folder / "notebooks", ignore=shutil.ignore_patterns(".*"))
     root = hasattr(os, "geteuid") and os.geteuid() == 0
@@ -77,7 +78,7 @@ def jupyter(tmp_path_factory) -> Iterator["Jupyter"]:
     with server(folder, root) as (process, address, token), sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium(), args=flags)
         context = browser.new_context(viewport={"width": WIDTH, "height": HEIGHT}, color_scheme="light")  # one cache
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(PATIENCE_MS)
         yield Jupyter(folder, process, address, token, context)
         browser.close()
 

@@ -91,6 +91,7 @@ def test_a_changed_question_game_and_moment_show_in_the_panel(notebook):
     expect(panel).to_contain_text(re.compile(r"\b[2-9]\d actions"))
     panel.locator(".refrain-frame").click()
     page.keyboard.press("Space")
+    expect(state).to_have_text("● paused")  # a decision that is still to come would move the slider on
     notebook.shots("live-boxing", ".refrain-panel")
 
     panel.get_by_text("Replay and save").click()
