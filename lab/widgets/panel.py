@@ -73,7 +73,7 @@ class Panel(w.VBox):
         self._numbers = _named(w.HTML(), "refrain-numbers")
         screen = _named(w.HBox([self._image]), "refrain-screen")
         answer = _named(w.VBox([self._asked, self._bars, self._numbers]), "refrain-answer")
-        self._play = _button("Play", "play", "refrain-play", lambda: self.player.toggle())
+        self._play = _button("Play", "play", "refrain-play", self._play_or_pause)
         self._step = _button("Step", "step-forward", "refrain-step", lambda: self.player.step())
         self._restart = _button("Restart", "refresh", "refrain-restart", lambda: self.player.restart())
         self._speed = w.SelectionSlider(
@@ -173,6 +173,10 @@ class Panel(w.VBox):
             yield
         finally:
             self._own.quiet = False
+
+    def _play_or_pause(self) -> None:
+        """What the button says: while a game starts that will play by itself, a press on Play must not pause it."""
+        (self.player.pause if self._play.description == "Pause" else self.player.play)()
 
     def _key(self, name: str | None) -> None:
         if name in ("toggle", "step", "back", "restart"):
