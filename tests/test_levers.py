@@ -108,6 +108,13 @@ def test_smaller_pictures_share_the_weights():
             model.at_size(size)
 
 
+def test_two_frames_with_features_kept_are_a_comparison_of_their_own():
+    model, asked = load_model("tiny"), levers.get_workload("pong_two_frames")
+    settings = {"pairs": 1, "decisions": 1, "budget_s": 20}
+    rows, _ = levers._two_frames(model, asked, settings, 0, None, "tiny")
+    assert set(rows["title"]).isdisjoint({levers._tags(asked, model, "tiny")["title"]})
+
+
 def test_an_unknown_profile_is_refused():
     with pytest.raises(InputError, match="smoke, standard, full"):
         levers.run("quick")

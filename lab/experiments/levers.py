@@ -225,7 +225,7 @@ def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: 
     kept = EagerStep(*given, features=FrameFeatures(2 * asked.frames))
     inputs = frames_for(asked, settings["pairs"] + WARMUP, seed)[:, None]
     inputs = np.roll(inputs, -WARMUP, axis=0)  # the first block then follows the warm-up's last frame
-    tags = _tags(asked, model, preset)
+    tags = _tags(asked, model, preset, f", {KEPT}")
     rows = _compare(
         [Arm.of(eager), Arm.of(kept, KEPT)], inputs, settings | {"blocks": settings["pairs"]}, tags, seed, out
     )
