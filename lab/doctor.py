@@ -134,7 +134,7 @@ def _machine() -> Iterator[Finding]:
 
     cpu = environment(import_torch=False)["cpu"]
     yield Finding("CPU", "ok", f"{cpu['model']}, {cpu['usable']} usable of {cpu['threads']} threads")
-    slow = "none: on the CPU, bf16 is about fifty times slower than fp32"
+    slow = "none: on the CPU, bf16 is many times slower than fp32"
     yield Finding("bf16 on the CPU", *(("ok", "native") if cpu["native_bf16"] else ("note", slow, "use fp32")))
     memory = psutil.virtual_memory()
     yield Finding("memory", "ok", f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free")

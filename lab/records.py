@@ -194,6 +194,11 @@ def join_rows(tables: list[pd.DataFrame]) -> pd.DataFrame:
     return rows
 
 
+def about(rows: pd.DataFrame, kind: str) -> list[dict]:
+    """The lines of one kind that stand beside rows, as `beside_rows` and `lab.compare` leave them."""
+    return [line for line in rows.attrs.get("about", []) if line["kind"] == kind]
+
+
 def write_json(path: Path, value: dict) -> Path:
     """Write `value` (see `clean`) as JSON, whole or not at all: readers never see half a file."""
     path = Path(path)

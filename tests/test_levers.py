@@ -85,7 +85,7 @@ def test_a_batch_is_counted_by_decision_and_arms_fall_into_their_group():
     }
     assert "batch 4" in groups["Faster, with the same answers"] and "int8" in groups["faster, but the answers change"]
     assert "slow" in groups["slower"] and "same" in groups["no difference shown"]
-    assert "10.0% of 50 answers change" in " ".join(lever_results.sentences(lever_results.lever_table(rows)))
+    assert "10.0% of 50 answers of p change" in " ".join(lever_results.sentences(lever_results.lever_table(rows)))
 
 
 def test_a_lever_that_cannot_run_is_said_and_left_out(monkeypatch, capsys):

@@ -12,7 +12,7 @@ from lab.envs import frames_for
 from lab.errors import InputError
 from lab.experiments.capture import audits
 from lab.measure import Arm, compare
-from lab.records import beside_rows, clean, join_rows, read_rows
+from lab.records import about, beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, chosen
 
 PROFILES = {
@@ -189,8 +189,8 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
     ]
     if eager.model.device.type == "cuda":
         lines += [{"kind": "activity", "arm": step.name, **activity(step, inputs[0])} for step in steps]
-    about = {"title": case.title, "preset": preset, **case.tags}
-    return [rows, beside_rows([line | about for line in lines], out)]
+    tags = {"title": case.title, "preset": preset, **case.tags}
+    return [rows, beside_rows([line | tags for line in lines], out)]
 
 
 def _starts(step, inputs) -> bool:
@@ -232,8 +232,8 @@ def _headline(models: dict, workload: Workload, settings: dict, seed: int, out, 
 def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per case and arm: workload, frames, batch, dtype, arm, median ms with interval, ratio to eager with
     interval, shown (the one rule), what the arm cost to start, and on CUDA whether its graph was used."""
-    costs = {(line["title"], line["arm"]): line["cost"] for line in _about(rows, "start_cost")}
-    used = {(line["title"], line["arm"]): line for line in _about(rows, "activity")}
+    costs = {(line["title"], line["arm"]): line["cost"] for line in about(rows, "start_cost")}
+    used = {(line["title"], line["arm"]): line for line in about(rows, "activity")}
     lines = []
     for title, part in rows.groupby("title", sort=False):
         tags = part[["preset", "workload", "frames", "batch", "dtype"]].iloc[0].to_dict()
@@ -255,7 +255,7 @@ def speed_table(rows: pd.DataFrame) -> pd.DataFrame:
 def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per pair of arms: the largest differences, flips with interval, smallest margin, and whether the second
     arm's repeats agree bit for bit."""
-    same = {(line["title"], line["arm"]): line["same"] for line in _about(rows, "repeats")}
+    same = {(line["title"], line["arm"]): line["same"] for line in about(rows, "repeats")}
     return pd.DataFrame(
         {
             **{key: line[key] for key in ("preset", "workload", "frames", "batch", "dtype")},
@@ -266,13 +266,13 @@ def parity_table(rows: pd.DataFrame) -> pd.DataFrame:
             "flips_high": line["flips"]["high"],
             "repeats_equal": same.get((line["title"], line["second"])),
         }
-        for line in _about(rows, "parity")
+        for line in about(rows, "parity")
     )
 
 
 def check_sentence(rows: pd.DataFrame) -> str:
     """What the static step's check for changed weights costs, from its start cost."""
-    seconds = [line["cost"]["check_s"] for line in _about(rows, "start_cost") if line["arm"] == "static"]
+    seconds = [line["cost"]["check_s"] for line in about(rows, "start_cost") if line["arm"] == "static"]
     return f"Looking whether a weight changed since construction costs {1e3 * max(seconds):.3f} ms of every decision."
 
 
@@ -392,7 +392,3 @@ def bench(
     profile = "standard" if device == "cpu" else "full"
     rows = run(profile, out=out, seed=seed, device=device, dtype=dtype, preset=preset, weights=weights)
     return Bench(rows, audits())
-
-
-def _about(rows: pd.DataFrame, kind: str) -> list[dict]:
-    return [line for line in rows.attrs.get("about", []) if line["kind"] == kind]

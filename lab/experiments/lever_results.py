@@ -9,7 +9,7 @@ import pandas as pd
 
 from lab import stats
 from lab.experiments.levers import BASE, LAYER, PEAKED, run
-from lab.records import clean
+from lab.records import about, clean
 from lab.stats import AGAIN
 
 SAME = 1e-4  # logits that lie closer are those of the same arithmetic in another order
@@ -18,12 +18,12 @@ SAME = 1e-4  # logits that lie closer are those of the same arithmetic in anothe
 def lever_table(rows: pd.DataFrame) -> pd.DataFrame:
     """One line per comparison and arm: preset, workload, frames, batch, dtype, arm; ms a decision (median) with its
     interval; the paired ratio to the plain decision with its own, and whether it is shown; the largest difference of
-    logits from the plain decision's, flips (share of `n` decisions; on `pocket` where that was asked, whose answers are
-    peaked) and what the arm cost to start, in seconds. NaN where the answers were not compared."""
+    logits from the plain decision's, flips (share of `n` decisions of the model `judge`: `pocket` where that was asked,
+    whose answers are peaked) and what the arm cost to start, in seconds. NaN where the answers were not compared."""
     each = rows[rows["preset"].notna() & (rows["stage"] == "total")]  # a lookup alone is no decision
     each = each.assign(ms=each["ms"] / each["describe"].map(lambda said: said.get("batch", 1)))
-    costs = {(line["title"], line["arm"]): line["cost"] for line in _about(rows, "start_cost")}
-    same = {(line["preset"], line["arm"]): line for line in _about(rows, "parity")}
+    costs = {(line["title"], line["arm"]): line["cost"] for line in about(rows, "start_cost")}
+    same = {(line["preset"], line["arm"]): line for line in about(rows, "parity")}
     lines = []
     for title, part in each.groupby("title", sort=False):
         tags = part[["preset", "workload"]].iloc[0].to_dict() | {"frames": int(part["frames"].iloc[0])}
@@ -39,6 +39,7 @@ def lever_table(rows: pd.DataFrame) -> pd.DataFrame:
                 "max_logit": np.fmax(own.get("max_logit", np.nan), peaked.get("max_logit", np.nan)),
                 "flips": peaked.get("flips", {}).get("value", np.nan),
                 "n": peaked.get("n", 0),
+                "judge": peaked.get("preset", ""),
             }
             start = sum(
                 value for key, value in cost.items() if key.endswith("_s") and key != "check_s" and key != "choose_s"
@@ -52,7 +53,7 @@ def floors(rows: pd.DataFrame) -> dict:
     gives."""
     from lab.roofline import share_of_floor
 
-    line = next(line for line in _about(rows, "floor"))
+    line = next(line for line in about(rows, "floor"))
     part = rows[rows["title"] == line["title"]]
     stages = pd.DataFrame(line["stages"])
     return {arm: share_of_floor(stages, part, arm) for arm in (BASE, "tuned") if arm in set(part["arm"])}
@@ -60,7 +61,7 @@ def floors(rows: pd.DataFrame) -> dict:
 
 def operations(rows: pd.DataFrame) -> pd.DataFrame:
     """Milliseconds by kind of operation, a column per arm, from one profiled decision each."""
-    return pd.DataFrame({line["arm"]: line["ms"] for line in _about(rows, "operations")})
+    return pd.DataFrame({line["arm"]: line["ms"] for line in about(rows, "operations")})
 
 
 def bounds(rows: pd.DataFrame) -> pd.DataFrame:
@@ -92,7 +93,7 @@ def sentences(table: pd.DataFrame) -> list[str]:
         time = f"took {ratio} times the time" if line["shown"] else f"no difference shown ({ratio})"
         if line["n"]:
             apart = f"at most {line['max_logit']:.1e} apart" if line["max_logit"] else "the same to the last bit"
-            time += f"; {line['flips']:.1%} of {line['n']} answers change, logits {apart}"
+            time += f"; {line['flips']:.1%} of {line['n']} answers of {line['judge']} change, logits {apart}"
         said.append(f"{what}: {time}.")
     return said
 
@@ -132,7 +133,9 @@ def answer(table: pd.DataFrame) -> str:
 def for_page(table: pd.DataFrame) -> pd.DataFrame:
     """`lever_table` in fewer columns, ratios with their intervals in words."""
     lines = table.to_dict("records")
-    compared = ["" if np.isnan(line["flips"]) else f"{line['flips']:.1%} of {line['n']}" for line in lines]
+    compared = [
+        "" if np.isnan(line["flips"]) else f"{line['flips']:.1%} of {line['n']} ({line['judge']})" for line in lines
+    ]
     return stats.Table(
         {
             **{key: table[key] for key in ("preset", "frames", "batch", "dtype", "arm")},
@@ -186,7 +189,3 @@ def bench(
     """All levers of the profile `full` on CUDA, of `standard` elsewhere, of `smoke` for the preset tiny; see `run`."""
     profile = "smoke" if preset == "tiny" else "standard" if device == "cpu" else "full"
     return Bench(run(profile, out=out, seed=seed, device=device, dtype=dtype or "fp32", preset=preset, weights=weights))
-
-
-def _about(rows: pd.DataFrame, kind: str) -> list[dict]:
-    return [line for line in rows.attrs.get("about", []) if line["kind"] == kind]

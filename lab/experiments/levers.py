@@ -241,7 +241,8 @@ def _one_layer(model, asked: Workload, seed: int, out, preset: str) -> pd.DataFr
 
     layer = model.encoder.vision_model.encoder.layers[0]
     patches = (model.config.image_size // model.encoder.config.vision_config.patch_size) ** 2
-    hidden = torch.randn(1, patches, model.encoder.config.vision_config.hidden_size)
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(1, patches, model.encoder.config.vision_config.hidden_size, generator=generator)
     arms = []
     for name, dtype in ((LAYER, "fp32"), (f"{LAYER}, bf16", "bf16")):
         part, given = copy.deepcopy(layer).to(DTYPES[dtype]), hidden.to(DTYPES[dtype])

@@ -151,10 +151,11 @@ def _parity(line: dict | None) -> tuple[str, bool | None]:
         return f"logits at most {logit:.0e} apart", logit <= SAME_LOGITS
     n, logit = int(line.get("n") or 0), number(line.get("max_logit")) or 0.0
     apart = f", logits at most {logit:.0e} apart" if logit else ""
+    whose = f" of {line['judge']}" if line.get("judge") else ""
     if flips:
         share = f"{flips:.1%}" if flips <= 1 else f"{flips:.0f}"
-        return f"{share} of{f' {n}' if n else ''} answers change{apart}", False
-    return f"no answer changed{f' of {n}' if n else ''}{apart}", logit <= SAME_LOGITS or None
+        return f"{share} of{f' {n}' if n else ''} answers{whose} change{apart}", False
+    return f"no answer{whose} changed{f' of {n}' if n else ''}{apart}", logit <= SAME_LOGITS or None
 
 
 def _graphs(results: dict) -> Iterator[Finding | None]:
