@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -265,72 +266,44 @@ def latency(
     _print_result(result, as_json)
 
 
-@bench.command()
-def graphs(
-    preset: Preset = None,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    as_json: Json = False,
-    out: Out = None,
-    weights: Weights = "default",
-) -> None:
-    """Time eager, static, captured and compiled decisions beside each other, and say whether the answers are the same."""
-    with _quiet(as_json):
-        from lab.experiments.graphs import bench as measure
-
-        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
-    _print_result(result, as_json)
-
-
-@bench.command("question-first")
-def question_first(
-    preset: Preset = None,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    as_json: Json = False,
-    out: Out = None,
-    weights: Weights = "default",
-) -> None:
-    """Time the whole sequence, split, question first and the published simulation of it; say what the cache saves."""
-    with _quiet(as_json):
-        from lab.experiments.question_first import bench as measure
-
-        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
-    _print_result(result, as_json)
+BENCHES = {
+    "graphs": (
+        "lab.experiments.graphs",
+        "Time eager, static, captured and compiled decisions beside each other, and say whether the answers are the same.",
+    ),
+    "question-first": (
+        "lab.experiments.question_first",
+        "Time the whole sequence, split, question first and the published simulation of it; say what the cache saves.",
+    ),
+    "resume": (
+        "lab.experiments.resume",
+        "Time the first token of a resumed prompt with and without encoding kept images again; compare the answers.",
+    ),
+    "levers": (
+        "lab.experiments.lever_results",
+        "Time what else is cheaper (dtype, batch, picture size, other runtimes, int8) and what it does to the answers.",
+    ),
+}
 
 
-@bench.command()
-def resume(
-    preset: Preset = None,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    as_json: Json = False,
-    out: Out = None,
-    weights: Weights = "default",
-) -> None:
-    """Time the first token of a resumed prompt with and without encoding kept images again; compare the answers."""
-    with _quiet(as_json):
-        from lab.experiments.resume import bench as measure
+def _add_bench(name: str, module: str, told: str) -> None:
+    @bench.command(name, help=told)
+    def command(
+        preset: Preset = None,
+        device: Device = "cpu",
+        dtype: Dtype = None,
+        as_json: Json = False,
+        out: Out = None,
+        weights: Weights = "default",
+    ) -> None:
+        with _quiet(as_json):
+            measure = import_module(module).bench
+            result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
+        _print_result(result, as_json)
 
-        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
-    _print_result(result, as_json)
 
-
-@bench.command()
-def levers(
-    preset: Preset = None,
-    device: Device = "cpu",
-    dtype: Dtype = None,
-    as_json: Json = False,
-    out: Out = None,
-    weights: Weights = "default",
-) -> None:
-    """Time what else is cheaper (dtype, batch, picture size, other runtimes, int8) and what it does to the answers."""
-    with _quiet(as_json):
-        from lab.experiments.lever_results import bench as measure
-
-        result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
-    _print_result(result, as_json)
+for name, (module, told) in BENCHES.items():
+    _add_bench(name, module, told)
 
 
 @bench.command()
