@@ -1,12 +1,69 @@
 """Notebook 04, what needs no timing: what could be captured, what a decision does in order, parity on peaked answers."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pandas as pd
 
 from lab.envs import frames_for
 from lab.errors import InputError
+from lab.records import about, beside_rows, join_rows
 from lab.workloads import DATA, get_workload
+
+# `frames` answered and `decisions` played by each pair of steps whose peaked answers are compared
+PROFILES = {
+    "smoke": {"frames": 8, "decisions": 8},
+    "standard": {"frames": 32, "decisions": 20},
+    "full": {"frames": 64, "decisions": 60},
+}
+
+
+def beside(
+    rows: pd.DataFrame, profile: str = "standard", *, out: Path | str | None = None, seed: int = 0, device: str = "cpu"
+) -> pd.DataFrame:
+    """`rows` with what this module finds as lines beside them, kinds `audit`, `peaked` and `timeline`, also into `out`.
+
+    Rows that have these lines, since they were measured elsewhere, are returned as they are. InputError outside a checkout.
+    """
+    if about(rows, "audit"):
+        return rows
+    found = audits(seed=seed)
+    listed = audit_table(found)
+    lines = [
+        {
+            "kind": "audit",
+            "step": name,
+            "capturable": one.capturable,
+            "sentence": one.sentence,
+            "findings": listed[listed["step"] == name].to_dict("records"),
+        }
+        for name, one in found.items()
+    ]
+    peaked = peaked_parity(**PROFILES[profile], seed=seed)
+    lines += [{"kind": "peaked", **line} for line in peaked.to_dict("records")]
+    for arm, events in timelines(seed=seed, device=device).groupby("arm", sort=False):
+        lines.append({"kind": "timeline", "arm": arm, "events": events.to_dict("list")})
+    return join_rows([rows, beside_rows(lines, out)])
+
+
+def audited(rows: pd.DataFrame) -> pd.DataFrame:
+    """The audits beside rows, one line per step: step, capturable, sentence, findings (a list of dicts)."""
+    return pd.DataFrame(about(rows, "audit")).drop(columns="kind")
+
+
+def findings(rows: pd.DataFrame) -> pd.DataFrame:
+    """The audits' findings beside rows, as `audit_table` lists them."""
+    return pd.DataFrame([finding for line in about(rows, "audit") for finding in line["findings"]])
+
+
+def peaked(rows: pd.DataFrame) -> pd.DataFrame:
+    """The lines of `peaked_parity` beside rows."""
+    return pd.DataFrame(about(rows, "peaked")).drop(columns="kind")
+
+
+def events(rows: pd.DataFrame) -> pd.DataFrame:
+    """The timelines beside rows, as `timelines` returned them."""
+    return pd.concat([pd.DataFrame(line["events"]) for line in about(rows, "timeline")], ignore_index=True)
 
 
 def audits(preset: str = "tiny", workload: str = "pong", frames: int = 1, seed: int = 0) -> dict:
@@ -43,7 +100,7 @@ def timelines(preset: str = "tiny", seed: int = 0, device: str = "cpu") -> pd.Da
     return pd.concat([timeline(step, inputs).assign(arm=step.name) for step in steps], ignore_index=True)
 
 
-def peaked_parity(frames: int = 64, decisions: int = 60, seed: int = 0) -> pd.DataFrame:
+def peaked_parity(frames: int, decisions: int, seed: int = 0) -> pd.DataFrame:
     """Parity where it proves something, on checkpoints with peaked answers: the one in tests/golden, with causal attention
     and Pong, and `pocket`, with block attention and games that it plays well.
 
@@ -66,19 +123,22 @@ def _peaked(
     name: str, workload: str, attention: str, choose: str, frames: int, decisions: int, seed: int
 ) -> list[dict]:
     from lab.models import load_model
-    from lab.parity import MaskedEagerStep, compare_answers, compare_games
+    from lab.parity import MaskedEagerStep, Remembering, compare_answers, compare_games
     from lab.steps import EagerStep, StaticStep
 
     workload = get_workload(workload)
     inputs, question = frames_for(workload, frames, seed)[:, None], workload.question
     fp32, bf16 = (load_model(name, dtype=dtype) for dtype in ("fp32", "bf16"))
     how = {"option_attention": attention}
-    eager = {model.dtype_name: EagerStep(model, question, **how, name="eager") for model in (fp32, bf16)}
+    eager = {
+        model.dtype_name: Remembering(EagerStep(model, question, **how, name=name))
+        for model, name in ((fp32, "eager"), (bf16, "eager, bf16"))
+    }
     pairs = [("fp32", eager["fp32"], StaticStep(fp32, question, **how))]
     if attention == "causal":
         pairs.append(("fp32", eager["fp32"], MaskedEagerStep(fp32, question, **how)))
     pairs.append(("bf16", eager["bf16"], StaticStep(bf16, question, **how)))
-    pairs.append(("bf16 against fp32", eager["fp32"], EagerStep(bf16, question, **how, name="eager, bf16")))
+    pairs.append(("bf16 against fp32", eager["fp32"], eager["bf16"]))
     lines = []
     for dtype, one, other in pairs:
         same = compare_answers(one, other, inputs)

@@ -29,7 +29,7 @@ PUBLISHED_POLICY = {"atari": "one_hot", "doom": "per_button"}
 # seeds: of every game, and of those that figures are published for; others: policies beside one_hot
 PROFILES = {
     "smoke": {"all": False, "steps": 500, "published_steps": 500, "seeds": 1, "published_seeds": 1},
-    "standard": {"all": True, "steps": 2000, "published_steps": None, "seeds": 1, "published_seeds": 5},
+    "standard": {"all": True, "steps": 1000, "published_steps": None, "seeds": 1, "published_seeds": 5},
     "full": {"all": True, "steps": 2000, "published_steps": None, "seeds": 5, "published_seeds": 5},
 }
 EVERY_OUT = Path("reports") / "duplicates.rows.jsonl"

@@ -15,6 +15,7 @@ from lab.measure import Arm, compare
 from lab.records import about, beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, chosen
 
+# `warmup` blocks come after the call that starts a step, which in `standard` has to do.
 PROFILES = {
     "smoke": {
         "preset": "tiny",
@@ -23,6 +24,7 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
+        "warmup": 2,
         "blocks": 6,
         "budget_s": 20,
         "parity": 8,
@@ -35,7 +37,8 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": {"preset": "tiny", "dtype": "fp32", "modes": ["default"]},
-        "blocks": 8,
+        "warmup": 0,
+        "blocks": 5,
         "budget_s": 95,
         "parity": 2,
         "repeats": 2,
@@ -47,6 +50,7 @@ PROFILES = {
         "batches": [1, 4, 16],
         "dtypes": ["bf16", "fp32"],
         "compiled": {"preset": "smolvlm-256m", "dtype": "bf16", "modes": ["default", "reduce-overhead"]},
+        "warmup": 2,
         "blocks": 30,
         "budget_s": 8,
         "parity": 32,
@@ -54,7 +58,6 @@ PROFILES = {
     },
 }
 BASE = "eager"
-WARMUP = 2  # after the call that starts a step, which is the first
 
 
 @dataclass(frozen=True)
@@ -160,17 +163,18 @@ def _compiled(model, case: Case, modes: list[str]) -> Iterator:
 
 def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
     from lab.activity import activity
-    from lab.parity import MaskedEagerStep, compare_answers, repeats
+    from lab.parity import MaskedEagerStep, Remembering, compare_answers, repeats
     from lab.steps import EagerStep
 
-    inputs = case.inputs(max(WARMUP + settings["blocks"], settings["parity"]), seed)
-    inputs = np.roll(inputs, -WARMUP, axis=0)  # block 0 then follows the warm-up's last frame, as reuse expects
-    steps = [step for step in steps if _starts(step, inputs[0])]
+    before = max(settings["warmup"], 1)
+    inputs = case.inputs(max(before + settings["blocks"], settings["parity"]), seed)
+    inputs = np.roll(inputs, -before, axis=0)  # block 0 then follows the frame before it, as reuse expects
+    steps = [step for step in steps if _starts(step, inputs[-1])]
     rows = compare(
         [Arm.of(step) for step in steps],
         inputs,
         blocks=settings["blocks"],
-        warmup=WARMUP,
+        warmup=settings["warmup"],
         budget_s=settings["budget_s"],
         seed=seed,
         out=out,
@@ -179,7 +183,7 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
         keep_partial=False,
     )
     eager, sample = steps[0], inputs[: settings["parity"]]
-    pairs = [(eager, step) for step in steps[1:]]
+    pairs = [(Remembering(eager), step) for step in steps[1:]]
     if case.batch == 1 and eager.frames == 1:
         causal = (eager.model, eager.question, 1, "causal")
         pairs.append((EagerStep(*causal, name="eager, causal"), MaskedEagerStep(*causal)))
@@ -318,11 +322,11 @@ def speed_sentence(speed: pd.DataFrame) -> str:
     return " ".join(said)
 
 
-def answer(rows: pd.DataFrame, audited: dict) -> str:
-    """The notebook's answer, computed from rows and audits."""
+def answer(rows: pd.DataFrame, capturable: dict[str, bool]) -> str:
+    """The notebook's answer, computed from rows and from which steps could be captured."""
     parity = parity_table(rows)
-    could = [name for name, found in audited.items() if found.capturable]
-    not_so = [name for name in audited if name not in could]
+    could = [name for name, can in capturable.items() if can]
+    not_so = [name for name in capturable if name not in could]
     flips = round((parity["flips"] * parity["n"]).sum())
     return (
         f"Could be captured as one graph: {', '.join(could) or 'none'}; could not: {', '.join(not_so) or 'none'}. "
@@ -336,7 +340,7 @@ class Bench:
     """What `lab bench graphs` found: the rows, and what of it could be captured."""
 
     rows: pd.DataFrame
-    audited: dict
+    capturable: dict[str, bool]
 
     def table(self) -> str:
         kept = [
@@ -359,7 +363,7 @@ class Bench:
 
     @property
     def verdict(self) -> str:
-        return answer(self.rows, self.audited)
+        return answer(self.rows, self.capturable)
 
     def to_json(self) -> dict:
         speed, parity = speed_table(self.rows), parity_table(self.rows)
@@ -373,7 +377,7 @@ class Bench:
                     "flips": round((parity["flips"] * parity["n"]).sum()),
                     "decisions": parity["n"].sum(),
                 },
-                "capturable": {name: found.capturable for name, found in self.audited.items()},
+                "capturable": self.capturable,
                 "notes": stats.notes(self.rows),
                 "verdict": self.verdict,
             }
@@ -391,4 +395,4 @@ def bench(
     """All cases of the profile `full` on CUDA, of `standard` elsewhere; see `run`."""
     profile = "standard" if device == "cpu" else "full"
     rows = run(profile, out=out, seed=seed, device=device, dtype=dtype, preset=preset, weights=weights)
-    return Bench(rows, audits())
+    return Bench(rows, {name: found.capturable for name, found in audits().items()})

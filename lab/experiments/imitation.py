@@ -28,7 +28,7 @@ GAMES = ("doom_basic", "breakout", "pong")
 UNSEEN = 500_000  # seeds from here on are never trained on
 PROFILES = {
     "smoke": {"workloads": ("doom_basic",), "episodes": 5, "max_decisions": 40, "frames": 60, "orders": 5},
-    "standard": {"workloads": GAMES, "episodes": 10, "max_decisions": 800, "frames": 300, "orders": 5},
+    "standard": {"workloads": GAMES, "episodes": 8, "max_decisions": 250, "frames": 200, "orders": 3},
     "full": {"workloads": GAMES, "episodes": 100, "max_decisions": 4500, "frames": 2000, "orders": 20},
 }
 SIZES = (1, 2, 4, 8, 12, 16, 20, 50)  # of the batches that a step is built for
@@ -142,22 +142,24 @@ def games(
     loaded = [load_model(name, device, dtype) for name in models]
     for workload in asked:
         question = workload.question
-        players = {}
-        for model in loaded:
-            players[model.name] = trained_step(model, question), workload.source
-            # every black frame gets the same answer, so this player need not be asked again
-            on_black = int(trained_step(model, question).decide(np.zeros((1, 1, 64, 64, 3), np.uint8)).choice[0])
-            players[f"{model.name}, black frames"] = Fixed(question, on_black), workload.source
+        steps = {model.name: trained_step(model, question) for model in loaded}
+        players = {name: (step, workload.source) for name, step in steps.items()}
         players["random"] = (Fixed(question, seed=seed), workload.source)
         players |= {f"always {o}": (Fixed(question, i), workload.source) for i, o in enumerate(question.names)}
+        # every black frame gets the same answer, so on them a model plays the games of that constant action
+        black = np.zeros((1, 1, 64, 64, 3), np.uint8)
+        blind = {model.name: trained_step(model, question, (1,)).decide(black).choice[0] for model in loaded}
+        same = {f"{name}, black frames": f"always {question.names[option]}" for name, option in blind.items()}
         players["expert"] = (Fixed(question, 0), lambda s, source=workload.source: ByExpert(source, s))
         for name, (player, source) in tqdm(players.items(), desc=f"games of {workload.name}", disable=quiet):
             played = play(player, source, episodes=episodes, max_decisions=max_decisions, seed=seed)
-            for number, episode in enumerate(played.episodes):
-                yield {
-                    "kind": "game", "workload": workload.name, "player": name, "episode": number, "seed": episode.seed,
-                    "score": episode.score, "decisions": len(episode), "ended": episode.ended, "dtype": dtype,
-                }  # fmt: skip
+            for known in [name, *(one for one, constant in same.items() if constant == name)]:
+                for number, episode in enumerate(played.episodes):
+                    yield {
+                        "kind": "game", "workload": workload.name, "player": known, "episode": number,
+                        "seed": episode.seed, "score": episode.score, "decisions": len(episode),
+                        "ended": episode.ended, "dtype": dtype,
+                    }  # fmt: skip
 
 
 def agreement(

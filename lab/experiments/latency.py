@@ -15,16 +15,27 @@ from lab.records import beside_rows, clean, join_rows
 from lab.workloads import Workload, chosen, get_workload
 
 PROFILES = {
-    "smoke": {"preset": "tiny", "workloads": ["pong", "pong_two_frames"], "blocks": 8, "budget_s": 60},
+    "smoke": {
+        "preset": "tiny",
+        "workloads": ["pong", "pong_two_frames"],
+        "every_arm": True,
+        "warmup": 3,
+        "blocks": 8,
+        "budget_s": 60,
+    },
     "standard": {
         "preset": "smolvlm-256m",
         "workloads": ["pong", "doom_basic", "pong_two_frames"],
-        "blocks": 8,
-        "budget_s": 125,
+        "every_arm": False,
+        "warmup": 1,
+        "blocks": 5,
+        "budget_s": 120,
     },
     "full": {
         "preset": "smolvlm-256m",
         "workloads": ["breakout", "pong", "boxing", "doom_basic", "doom_deadly_corridor", "pong_two_frames"],
+        "every_arm": True,
+        "warmup": 3,
         "blocks": 30,
         "budget_s": 600,
     },
@@ -47,7 +58,8 @@ def run(
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
     `workload` is a file of a reader's own, whose workloads are measured instead. Arms of each: the whole sequence with
-    causal and with block option attention, the same split at the image's end; the first workload also has an arm with
+    causal and with block option attention (in `standard` of the first workload alone), the same split at the image's end;
+    the first workload also has an arm with
     other weights, one in which the game moves on between decisions, and the floor of its stages (counted operations and
     bytes over this machine's measured ceilings) said beside its rows. Raises InputError for an unknown profile, device
     or preset before anything is measured.
@@ -60,7 +72,7 @@ def run(
     tables = []
     for number, asked in enumerate(chosen(settings["workloads"], workload)):
         frames = frames_for(asked, 8, seed)[:, None]
-        steps = _steps(model, asked)
+        steps = _steps(model, asked, block=number == 0 or settings["every_arm"])
         arms = [Arm.of(step) for step in steps]
         if number == 0:
             tables.append(_floor(steps[0], frames[0], asked.name, out))
@@ -72,6 +84,7 @@ def run(
                 arms,
                 frames,
                 blocks=settings["blocks"],
+                warmup=settings["warmup"],
                 budget_s=settings["budget_s"],
                 seed=seed,
                 out=out,
@@ -96,14 +109,12 @@ def _step(model, workload: Workload, name: str, attention: str = "causal"):
     return EagerStep(model, workload.question, workload.frames, attention, name=name)
 
 
-def _steps(model, workload: Workload) -> list:
+def _steps(model, workload: Workload, block: bool) -> list:
     from lab.steps import SplitStep
 
-    return [
-        _step(model, workload, BASE),
-        _step(model, workload, "block", "block"),
-        SplitStep(model, workload.question, workload.frames, "causal", name="split"),
-    ]
+    asked = [_step(model, workload, BASE)]
+    asked += [_step(model, workload, "block", "block")] if block else []
+    return [*asked, SplitStep(model, workload.question, workload.frames, "causal", name="split")]
 
 
 def _floor(step, inputs, title: str, out) -> pd.DataFrame:

@@ -18,24 +18,24 @@ from lab.workloads import Workload, chosen, get_workload
 BASE = "eager"
 KEPT = "frame features kept"
 LAYER = "one vision layer"
-WARMUP = 1  # after the call that starts a step
 PEAKED = "pocket"  # a checkpoint that has learned its games: its answers are peaked, so that a flip means something
-# `blocks` and `budget_s` of the main comparison, `decisions` whose answers are compared in it, `pairs` blocks of those of
-# batches and of two frames; on the peaked checkpoint one comparison holds all.
+# `decisions` whose answers are compared, `pairs` blocks of the comparison of two frames; `warmup` blocks come after the call
+# that starts a step, which in `standard` has to do.
 PROFILES = {
     "smoke": {
         "preset": "tiny", "blocks": 6, "decisions": 2, "batches": [4], "pairs": 5, "budget_s": 20, "compiled": False,
-        "peaked": {"blocks": 6, "decisions": 16, "batches": [4], "budget_s": 20, "compiled": False},
+        "warmup": 1,
+        "peaked": {"warmup": 1, "blocks": 6, "decisions": 16, "batches": [4], "budget_s": 20, "compiled": False},
     },
     "standard": {
-        "preset": "smolvlm-256m", "blocks": 8, "decisions": 1, "batches": [4], "pairs": 5, "budget_s": 130,
-        "compiled": False,
-        "peaked": {"blocks": 20, "decisions": 128, "batches": [4, 16], "budget_s": 30, "compiled": True},
+        "preset": "smolvlm-256m", "blocks": 5, "decisions": 1, "batches": [4], "pairs": 5, "budget_s": 180,
+        "compiled": False, "warmup": 0,
+        "peaked": {"warmup": 1, "blocks": 20, "decisions": 128, "batches": [4, 16], "budget_s": 20, "compiled": True},
     },
     "full": {
         "preset": "smolvlm-256m", "blocks": 30, "decisions": 8, "batches": [4, 16], "pairs": 30, "budget_s": 600,
-        "compiled": True,
-        "peaked": {"blocks": 30, "decisions": 512, "batches": [4, 16], "budget_s": 60, "compiled": True},
+        "compiled": True, "warmup": 1,
+        "peaked": {"warmup": 1, "blocks": 30, "decisions": 512, "batches": [4, 16], "budget_s": 60, "compiled": True},
     },
 }  # fmt: skip
 
@@ -65,9 +65,9 @@ def run(
     workload: Path | str | None = None,
 ) -> pd.DataFrame:
     """Measure every lever beside the plain decision and return all raw rows, one comparison (title) each for: one frame
-    per decision at the profile's preset, or what the first workload of a reader's own file `workload` asks; batches; two
-    frames, with and without frame features kept; on a CPU without bf16 instructions one vision layer in fp32 and bf16 (a
-    whole decision would take many times as long); and all levers on `pocket`, whose answers are peaked.
+    per decision at the profile's preset, or what the first workload of a reader's own file `workload` asks; two frames,
+    with and without frame features kept; on a CPU without bf16 instructions one vision layer in fp32 and bf16 (a whole
+    decision would take many times as long); and all levers on `pocket`, whose answers are peaked.
 
     Times of a batch are those of the whole call; `lever_table` divides them. Beside the rows stand, as lines about them:
     the floor of the plain decision, how its and the exact arms' time splits by kind of operation, and every lever's
@@ -82,8 +82,7 @@ def run(
     settings = PROFILES[profile]
     preset = preset or settings["preset"]
     model, asked = load_model(preset, device, dtype, seed, weights), chosen(["pong"], workload)[0]
-    tables = _measure(model, asked, settings | {"batches": []}, seed, out, preset, floor=True)
-    tables += _batches(model, asked, settings, seed, out, preset)
+    tables = _measure(model, asked, settings, seed, out, preset, floor=True)
     tables += _two_frames(model, replace(asked, frames=max(2, asked.frames)), settings, seed, out, preset)
     if not runs_bf16(device):
         tables.append(_one_layer(model, asked, seed, out, preset))
@@ -138,7 +137,7 @@ def _measure(
     """The levers beside each other, and what is said about them; with `floor` also what limits the plain decision."""
     found = list(levers(model, asked, settings["batches"], settings["compiled"]))
     decisions, most = settings["decisions"], max(lever.batch for lever in found)
-    needed = max(settings["blocks"] + WARMUP, -(-decisions // most))
+    needed = max(settings["blocks"] + settings["warmup"], -(-decisions // most))
     frames = frames_for(asked, needed * most, seed)
     inputs = frames.reshape(needed, most, *frames.shape[1:])
     for lever in found:
@@ -152,7 +151,7 @@ def _measure(
 
 
 def _compare(arms: list[Arm], inputs, settings: dict, tags: dict, seed: int, out) -> pd.DataFrame:
-    how = {"blocks": settings["blocks"], "warmup": WARMUP, "budget_s": settings["budget_s"], "keep_partial": False}
+    how = {name: settings[name] for name in ("blocks", "warmup", "budget_s")} | {"keep_partial": False}
     return compare(arms, inputs, seed=seed, out=out, title=tags["title"], tags=tags, **how)
 
 
@@ -166,15 +165,14 @@ class _OneByOne:
     """The plain decision of each input of a batch by itself; an input met again is not decided again."""
 
     def __init__(self, eager):
-        self.name, self.eager, self.known = BASE, eager, {}
+        from lab.parity import Remembering
+
+        self.name, self.eager = BASE, Remembering(eager)
 
     def decide(self, inputs):
         from lab.models.heads import Decisions
 
-        for one in inputs:
-            if one.tobytes() not in self.known:
-                self.known[one.tobytes()] = self.eager.decide(one[None])
-        answers = [self.known[one.tobytes()] for one in inputs]
+        answers = [self.eager.decide(one[None]) for one in inputs]
         parts = (np.concatenate([getattr(a, part) for a in answers]) for part in ("logits", "probabilities", "p_act"))
         return Decisions(self.eager.question, *parts)
 
@@ -201,20 +199,6 @@ def _limits(found: list[Lever], inputs, tags: dict) -> list[dict]:
     return lines + [{"kind": "operations", "arm": one.name, "ms": operations(one.step, inputs)} for one in exact]
 
 
-def _batches(model, asked: Workload, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
-    """Several inputs answered at once beside one."""
-    from lab.steps import EagerStep
-
-    eager = EagerStep(model, asked.question, asked.frames, name=BASE)
-    found = [Lever(BASE, eager), *(Lever(f"batch {batch}", eager, batch) for batch in settings["batches"])]
-    most = found[-1].batch
-    frames = frames_for(asked, (settings["pairs"] + WARMUP) * most, seed)
-    inputs = frames.reshape(-1, most, *frames.shape[1:])
-    tags = _tags(asked, model, preset, ", batches")
-    settings = settings | {"blocks": settings["pairs"]}
-    return [_compare([lever.arm() for lever in found], inputs, settings, tags, seed, out)]
-
-
 def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: str) -> list[pd.DataFrame]:
     """Decisions on the previous and the current frame: encoded anew, and the earlier frame's features kept."""
     from lab.caches import FrameFeatures
@@ -223,11 +207,18 @@ def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: 
     given = (model, asked.question, asked.frames)
     eager = EagerStep(*given, name=BASE)
     kept = EagerStep(*given, features=FrameFeatures(2 * asked.frames))
-    inputs = frames_for(asked, settings["pairs"] + WARMUP, seed)[:, None]
-    inputs = np.roll(inputs, -WARMUP, axis=0)  # the first block then follows the warm-up's last frame
+    inputs = frames_for(asked, settings["pairs"] + 1, seed)[:, None]
+    inputs = np.roll(inputs, -1, axis=0)  # the first block then follows the frame that starts both
+    for step in (eager, kept):
+        step.decide(inputs[-1])
     tags = _tags(asked, model, preset, f", {KEPT}")
     rows = _compare(
-        [Arm.of(eager), Arm.of(kept, KEPT)], inputs, settings | {"blocks": settings["pairs"]}, tags, seed, out
+        [Arm.of(eager), Arm.of(kept, KEPT)],
+        inputs,
+        settings | {"blocks": settings["pairs"], "warmup": 0},
+        tags,
+        seed,
+        out,
     )
     same = _parity(_OneByOne(eager), Lever(KEPT, kept), inputs[:, 0], settings["decisions"])
     return [rows, beside_rows([same | tags], out)]
@@ -248,5 +239,5 @@ def _one_layer(model, asked: Workload, seed: int, out, preset: str) -> pd.DataFr
         part, given = copy.deepcopy(layer).to(DTYPES[dtype]), hidden.to(DTYPES[dtype])
         call = torch.inference_mode()(lambda part=part, given=given: part(given, attention_mask=None))
         arms.append(Arm(name, call, {"layer": 0, "patches": patches, "dtype": dtype}, device="cpu"))
-    settings = {"blocks": stats.MIN_N, "budget_s": 60}
+    settings = {"blocks": stats.MIN_N, "warmup": 1, "budget_s": 60}
     return _compare(arms, None, settings, _tags(asked, model, preset, f", {LAYER}"), seed, out)

@@ -1,5 +1,6 @@
 """Notebook 03: if the question came first and were cached, what would a frame cost?"""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +14,10 @@ from lab.measure import Arm, compare
 from lab.records import beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, chosen, get_workload
 
+LAYOUTS = ("whole", "split", "question first", "published simulation")
+BASE = "whole"
+# `arms` that a workload has where not all, `reuse`: those that also run with the earlier frame's image rows kept; `warmup`
+# blocks come after the call that starts a step, which in `standard` has to do.
 PROFILES = {
     "smoke": {
         "preset": "tiny",
@@ -20,7 +25,9 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
-        "every_reuse": True,
+        "arms": {},
+        "reuse": LAYOUTS,
+        "warmup": 2,
         "blocks": 6,
         "budget_s": 20,
         "parity": 8,
@@ -31,9 +38,11 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
-        "every_reuse": False,
-        "blocks": 6,
-        "budget_s": 190,
+        "arms": {"doom_basic": LAYOUTS[:3], "pong_two_frames": ("whole", "question first")},
+        "reuse": ("whole", "question first"),
+        "warmup": 0,
+        "blocks": 5,
+        "budget_s": 150,
         "parity": 1,
     },
     "full": {
@@ -42,15 +51,14 @@ PROFILES = {
         "batches": [1, 16],
         "dtypes": ["bf16", "fp32"],
         "compiled": "default",
-        "every_reuse": True,
+        "arms": {},
+        "reuse": LAYOUTS,
+        "warmup": 2,
         "blocks": 30,
         "budget_s": 10,
         "parity": 8,
     },
 }
-LAYOUTS = ("whole", "split", "question first", "published simulation")
-BASE = "whole"
-WARMUP = 2  # after the call that starts a step, which is the first
 
 
 def run(
@@ -69,9 +77,9 @@ def run(
     Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the
     published simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is
     compared with like; on CUDA each also captured, and where the profile says so compiled. With two frames they also
-    run with the earlier frame's image rows kept (in the profile `standard` only whole and question first). Beside the
-    rows stand, as lines about them, the largest difference of logits from the twin without a cache. Raises InputError
-    for an unknown profile, device or preset.
+    run with the earlier frame's image rows kept. The profile `standard` leaves out what takes long and repeats (see
+    `PROFILES`). Beside the rows stand, as lines about them, the largest difference of logits from the twin without a
+    cache. Raises InputError for an unknown profile, device or preset.
     """
     from lab.models import load_model
 
@@ -92,19 +100,21 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
     tags = {"preset": preset, "workload": workload.name, "batch": batch, "dtype": model.dtype_name}
     tags |= {"question": workload.digest}
     title = f"{workload.name}, batch {batch}, {model.dtype_name}"
-    count = max(WARMUP + settings["blocks"], settings["parity"])
+    before = max(settings["warmup"], 1)
+    count = max(before + settings["blocks"], settings["parity"])
     frames = frames_for(workload, count * batch, seed)
     inputs = frames.reshape(batch, count, *frames.shape[1:]).swapaxes(0, 1)
-    inputs = np.roll(inputs, -WARMUP, axis=0)  # block 0 then follows the warm-up's last frame, as reuse expects
+    inputs = np.roll(inputs, -before, axis=0)  # block 0 then follows the frame before it, as reuse expects
     compiled = settings["compiled"] if batch == 1 and workload.name == "pong" else None
-    steps = _steps(model, workload, batch, compiled, settings["every_reuse"])
+    layouts = settings["arms"].get(workload.name, LAYOUTS)
+    steps = _steps(model, workload, batch, compiled, layouts, settings["reuse"])
     for step in steps:
-        step.decide(inputs[0])  # building, capturing and compiling count as the arm's start, not against the budget
+        step.decide(inputs[-1])  # building, capturing and compiling count as the arm's start, not against the budget
     rows = compare(
         [Arm.of(step) for step in steps],
         inputs,
         blocks=settings["blocks"],
-        warmup=WARMUP,
+        warmup=settings["warmup"],
         budget_s=settings["budget_s"],
         seed=seed,
         out=out,
@@ -119,7 +129,7 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
     return [rows, beside_rows(lines, out)]
 
 
-def _steps(model, workload: Workload, batch: int, compiled: str | None, every_reuse: bool) -> list:
+def _steps(model, workload: Workload, batch: int, compiled: str | None, wanted: Sequence[str], reused: Sequence[str]):
     from lab.steps import (
         CompiledQuestionFirstStep,
         CompiledSplitStep,
@@ -137,12 +147,12 @@ def _steps(model, workload: Workload, batch: int, compiled: str | None, every_re
         for reuse in [False, True] if workload.frames > 1 else [False]:
             end = (", captured" if capture else "") + (", reuse" if reuse else "")
             kept = {**common, "capture": capture, "reuse": reuse}
-            steps.append(StaticStep(**kept, name=f"whole{end}"))
-            if every_reuse or not reuse:
-                steps.append(StaticSplitStep(**kept, name=f"split{end}"))
-            for name, layout in layouts.items():
-                if every_reuse or not reuse or name == "question first":
-                    steps.append(QuestionFirstStep(**kept, layout=layout, name=f"{name}{end}"))
+            for name in [name for name in wanted if name in reused or not reuse]:
+                if name in layouts:
+                    steps.append(QuestionFirstStep(**kept, layout=layouts[name], name=f"{name}{end}"))
+                else:
+                    kind = StaticStep if name == BASE else StaticSplitStep
+                    steps.append(kind(**kept, name=f"{name}{end}"))
     if compiled:
         try:
             steps.append(CompiledStep(**common, mode=compiled, name="whole, compiled"))
@@ -157,10 +167,10 @@ def _steps(model, workload: Workload, batch: int, compiled: str | None, every_re
 
 def _parity(steps: list, inputs) -> list:
     """Each arm's logits against its layout's twin without a cache."""
-    from lab.parity import compare_answers
+    from lab.parity import Remembering, compare_answers
     from lab.steps import QuestionFirstStep
 
-    whole, found = steps[0], []
+    whole, found = Remembering(steps[0]), []
     for step in steps[1:]:
         twin = whole
         if isinstance(step, QuestionFirstStep):
@@ -254,11 +264,12 @@ def order_sensitivity(orders: int = 20, seed: int = 0) -> pd.DataFrame:
     if not folder.is_dir():
         raise InputError(f"The checkpoint {folder} is not there; run in a checkout of the repository.")
     model, workload = load_model(str(folder)), get_workload("pong")
-    inputs = frames_for(workload, 8, seed)[:, None]
+    inputs = frames_for(workload, 8, seed)[None]
+    together = {"batch": inputs.shape[1]}
     makers = {
         "causal": lambda question: EagerStep(model, question, option_attention="causal", name="causal"),
         "block": lambda question: EagerStep(model, question, option_attention="block", name="block"),
-        "question first": lambda question: QuestionFirstStep(model, question, name="question first"),
+        "question first": lambda question: QuestionFirstStep(model, question, name="question first", **together),
     }
     found = [option_orders(make, workload.question, inputs, orders, seed) for make in makers.values()]
     return pd.DataFrame(
@@ -296,12 +307,14 @@ def beside_published(saved: pd.DataFrame, published: pd.DataFrame) -> pd.DataFra
 
 
 def bounds(rows: pd.DataFrame, flop_shares: dict[str, float]) -> pd.DataFrame:
-    """What a free question could save at most, by regime: measured (the split's question stage over the whole decision,
-    per block) at each batch, beside the share of operations that it tends to where the device is full."""
+    """What a free question could save at most, by regime: measured where the split was timed (its question stage over the
+    whole decision, per block), beside the share of operations that it tends to where the device is full."""
     lines = []
     for _, part in rows.groupby("title", sort=False):
         tags = part[["workload", "batch", "dtype"]].iloc[0].to_dict()
         timed = part[part["phase"] == "timed"]
+        if "split" not in set(timed["arm"]):
+            continue
         block = timed.pivot_table(index=["run", "block"], columns=["arm", "stage"], values="ms")
         saved = block[BASE, "language"] - block["split", "language_prefix"]
         share = stats.median_interval(100 * saved / block[BASE, "total"])

@@ -24,7 +24,7 @@ PROFILES = {
         "chosen": [("greedy", 0)], "cold": "turns", "families": "few",
     },
     "standard": {  # the cold passes that answers are compared with come before the clock, and are the warm-up
-        "preset": "smolvlm-256m", "dtypes": ["fp32"], "growth": [8], "blocks": 5, "warmup": 0, "budget_s": 120,
+        "preset": "smolvlm-256m", "dtypes": ["fp32"], "growth": [6], "blocks": 5, "warmup": 0, "budget_s": 120,
         "chosen": [("greedy", 0)], "cold": "turns", "families": "all",
     },
     "full": {

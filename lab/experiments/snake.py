@@ -37,11 +37,11 @@ PROFILES = {
     },
     "standard": {
         "models": {
-            "snake": {"blocks": 200, "moves": 600, "budget_s": 30},
-            "multilingual": PUBLISHED | {"budget_s": 180},
+            "snake": {"blocks": 200, "moves": 300, "budget_s": 30},
+            "multilingual": PUBLISHED | {"budget_s": 120},
         },
         "asked_for": {"english": PUBLISHED},  # ten minutes on two cores
-        "pairs": 64, "stream": 2400, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": None,
+        "pairs": 64, "stream": 600, "calls": 2000, "seeds": 20, "horizon": 300, "one_length": None,
     },
     "full": {
         "models": {
