@@ -27,11 +27,21 @@ from lab.records import RowWriter, as_frame, clean
 PUBLISHED_POLICY = {"atari": "one_hot", "doom": "per_button"}
 
 # seeds: of every game, and of those that figures are published for; others: policies beside one_hot
+# `steps` of cells without published figures (`model_steps` where a model plays), `bare`: whether a bare emulator plays these
 PROFILES = {
-    "smoke": {"all": False, "steps": 500, "published_steps": 500, "seeds": 1, "published_seeds": 1},
-    "standard": {"all": True, "steps": 1000, "published_steps": None, "seeds": 1, "published_seeds": 5},
-    "full": {"all": True, "steps": 2000, "published_steps": None, "seeds": 5, "published_seeds": 5},
-}
+    "smoke": {
+        "all": False, "steps": 500, "model_steps": 500, "bare": True, "published_steps": 500, "seeds": 1,
+        "published_seeds": 1,
+    },
+    "standard": {
+        "all": True, "steps": 1000, "model_steps": 500, "bare": False, "published_steps": None, "seeds": 1,
+        "published_seeds": 5,
+    },
+    "full": {
+        "all": True, "steps": 2000, "model_steps": 2000, "bare": True, "published_steps": None, "seeds": 5,
+        "published_seeds": 5,
+    },
+}  # fmt: skip
 EVERY_OUT = Path("reports") / "duplicates.rows.jsonl"
 SMOKE = ("atari:Breakout", "doom:basic")
 
@@ -92,8 +102,11 @@ def plan(profile: str, seed: int = 0) -> list[Cell]:
     named = list(known.source)
     for policy in ("one_hot", "no_op", "repeat", players.MODEL_POLICY):
         sources = every_source() if chosen["all"] and (policy == "one_hot" or profile == "full") else named
-        if policy != players.MODEL_POLICY or _taught():
-            cells += cells_of(sources, [policy], list(range(seed, seed + chosen["seeds"])), chosen["steps"])
+        by_model = policy == players.MODEL_POLICY
+        if not by_model or _taught():
+            steps = chosen["model_steps" if by_model else "steps"]
+            others = cells_of(sources, [policy], list(range(seed, seed + chosen["seeds"])), steps)
+            cells += others if chosen["bare"] else [cell | {"bare_steps": 0} for cell in others]
     return [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
 
 

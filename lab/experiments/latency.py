@@ -18,23 +18,20 @@ PROFILES = {
     "smoke": {
         "preset": "tiny",
         "workloads": ["pong", "pong_two_frames"],
-        "every_arm": True,
         "warmup": 3,
         "blocks": 8,
         "budget_s": 60,
     },
     "standard": {
         "preset": "smolvlm-256m",
-        "workloads": ["pong", "doom_basic", "pong_two_frames"],
-        "every_arm": False,
+        "workloads": ["pong"],
         "warmup": 1,
-        "blocks": 5,
+        "blocks": 8,
         "budget_s": 120,
     },
     "full": {
         "preset": "smolvlm-256m",
         "workloads": ["breakout", "pong", "boxing", "doom_basic", "doom_deadly_corridor", "pong_two_frames"],
-        "every_arm": True,
         "warmup": 3,
         "blocks": 30,
         "budget_s": 600,
@@ -58,8 +55,7 @@ def run(
     """Measure every workload of the profile, one comparison (title) each, and return all raw rows.
 
     `workload` is a file of a reader's own, whose workloads are measured instead. Arms of each: the whole sequence with
-    causal and with block option attention (in `standard` of the first workload alone), the same split at the image's end;
-    the first workload also has an arm with
+    causal and with block option attention, the same split at the image's end; the first workload also has an arm with
     other weights, one in which the game moves on between decisions, and the floor of its stages (counted operations and
     bytes over this machine's measured ceilings) said beside its rows. Raises InputError for an unknown profile, device
     or preset before anything is measured.
@@ -72,7 +68,7 @@ def run(
     tables = []
     for number, asked in enumerate(chosen(settings["workloads"], workload)):
         frames = frames_for(asked, 8, seed)[:, None]
-        steps = _steps(model, asked, block=number == 0 or settings["every_arm"])
+        steps = _steps(model, asked)
         arms = [Arm.of(step) for step in steps]
         if number == 0:
             tables.append(_floor(steps[0], frames[0], asked.name, out))
@@ -109,12 +105,14 @@ def _step(model, workload: Workload, name: str, attention: str = "causal"):
     return EagerStep(model, workload.question, workload.frames, attention, name=name)
 
 
-def _steps(model, workload: Workload, block: bool) -> list:
+def _steps(model, workload: Workload) -> list:
     from lab.steps import SplitStep
 
-    asked = [_step(model, workload, BASE)]
-    asked += [_step(model, workload, "block", "block")] if block else []
-    return [*asked, SplitStep(model, workload.question, workload.frames, "causal", name="split")]
+    return [
+        _step(model, workload, BASE),
+        _step(model, workload, "block", "block"),
+        SplitStep(model, workload.question, workload.frames, "causal", name="split"),
+    ]
 
 
 def _floor(step, inputs, title: str, out) -> pd.DataFrame:

@@ -19,23 +19,33 @@ BASE = "eager"
 KEPT = "frame features kept"
 LAYER = "one vision layer"
 PEAKED = "pocket"  # a checkpoint that has learned its games: its answers are peaked, so that a flip means something
-# `decisions` whose answers are compared, `pairs` blocks of the comparison of two frames; `warmup` blocks come after the call
-# that starts a step, which in `standard` has to do.
+# `decisions` whose answers are compared, `pairs` blocks of the comparison of two frames (0: none), `without` levers that
+# take long and that another notebook or the smaller model shows; `warmup` blocks come after the call that starts a step,
+# which at the real size in `standard` has to do.
 PROFILES = {
     "smoke": {
-        "preset": "tiny", "blocks": 6, "decisions": 2, "batches": [4], "pairs": 5, "budget_s": 20, "compiled": False,
-        "warmup": 1,
-        "peaked": {"warmup": 1, "blocks": 6, "decisions": 16, "batches": [4], "budget_s": 20, "compiled": False},
+        "preset": "tiny", "blocks": 6, "decisions": 4, "batches": [4], "pairs": 5, "budget_s": 20, "compiled": False,
+        "warmup": 1, "without": (),
+        "peaked": {
+            "blocks": 6, "decisions": 16, "batches": [4], "pairs": 0, "budget_s": 20, "compiled": False, "warmup": 1,
+            "without": (),
+        },
     },
     "standard": {
-        "preset": "smolvlm-256m", "blocks": 5, "decisions": 1, "batches": [4], "pairs": 5, "budget_s": 180,
-        "compiled": False, "warmup": 0,
-        "peaked": {"warmup": 1, "blocks": 20, "decisions": 128, "batches": [4, 16], "budget_s": 20, "compiled": True},
+        "preset": "smolvlm-256m", "blocks": 5, "decisions": 1, "batches": [4], "pairs": 0, "budget_s": 180,
+        "compiled": False, "warmup": 0, "without": ("static", "int8 vision"),
+        "peaked": {
+            "blocks": 20, "decisions": 128, "batches": [4, 16], "pairs": 20, "budget_s": 15, "compiled": True, "warmup": 1,
+            "without": (),
+        },
     },
     "full": {
         "preset": "smolvlm-256m", "blocks": 30, "decisions": 8, "batches": [4, 16], "pairs": 30, "budget_s": 600,
-        "compiled": True, "warmup": 1,
-        "peaked": {"warmup": 1, "blocks": 30, "decisions": 512, "batches": [4, 16], "budget_s": 60, "compiled": True},
+        "compiled": True, "warmup": 1, "without": (),
+        "peaked": {
+            "blocks": 30, "decisions": 512, "batches": [4, 16], "pairs": 30, "budget_s": 60, "compiled": True, "warmup": 1,
+            "without": (),
+        },
     },
 }  # fmt: skip
 
@@ -66,8 +76,9 @@ def run(
 ) -> pd.DataFrame:
     """Measure every lever beside the plain decision and return all raw rows, one comparison (title) each for: one frame
     per decision at the profile's preset, or what the first workload of a reader's own file `workload` asks; two frames,
-    with and without frame features kept; on a CPU without bf16 instructions one vision layer in fp32 and bf16 (a whole
-    decision would take many times as long); and all levers on `pocket`, whose answers are peaked.
+    with and without frame features kept, where the profile asks for them; on a CPU without bf16 instructions one vision
+    layer in fp32 and bf16 (a whole decision would take many times as long); and all of it on `pocket`, whose answers are
+    peaked.
 
     Times of a batch are those of the whole call; `lever_table` divides them. Beside the rows stand, as lines about them:
     the floor of the plain decision, how its and the exact arms' time splits by kind of operation, and every lever's
@@ -83,7 +94,6 @@ def run(
     preset = preset or settings["preset"]
     model, asked = load_model(preset, device, dtype, seed, weights), chosen(["pong"], workload)[0]
     tables = _measure(model, asked, settings, seed, out, preset, floor=True)
-    tables += _two_frames(model, replace(asked, frames=max(2, asked.frames)), settings, seed, out, preset)
     if not runs_bf16(device):
         tables.append(_one_layer(model, asked, seed, out, preset))
     tables.append(gather_rows(seed=seed, device=device, dtype=dtype, out=out))
@@ -100,15 +110,17 @@ def runs_bf16(device: str) -> bool:
     return device != "cpu" or environment()["cpu"]["native_bf16"]
 
 
-def levers(model, asked: Workload, batches: list[int], compiled: bool) -> Iterator[Lever]:
-    """The plain decision first, then whatever runs on this model's device and in its dtype."""
+def levers(model, asked: Workload, settings: dict) -> Iterator[Lever]:
+    """The plain decision first, then what `settings` want of whatever runs on this model's device and in its dtype."""
     from lab.steps import CompiledStep, EagerStep, OpenVinoStep, QuantisedStep, StaticStep, TunedStep
 
     given, on_cpu, half = (asked.question, asked.frames), model.device.type == "cpu", model.config.image_size // 2
     eager = EagerStep(model, *given, name=BASE)
     yield Lever(BASE, eager)
-    yield Lever("static", StaticStep(model, *given, capture=False))
-    makers = {"half-size pictures": lambda: EagerStep(model.at_size(half), *given, name=f"eager, {half} px")}
+    makers = {
+        "static": lambda: StaticStep(model, *given, capture=False),
+        "half-size pictures": lambda: EagerStep(model.at_size(half), *given, name=f"eager, {half} px"),
+    }
     if on_cpu:
         makers |= {
             "tuned": lambda: TunedStep(model, *given),
@@ -118,16 +130,16 @@ def levers(model, asked: Workload, batches: list[int], compiled: bool) -> Iterat
         }
     else:
         makers["captured"] = lambda: StaticStep(model, *given)
-    if compiled:
+    if settings["compiled"]:
         makers["compiled"] = lambda: CompiledStep(model, *given)
     if model.dtype_name == "fp32" and (model.name == PEAKED or runs_bf16(model.device.type)):
         makers["bf16"] = lambda: EagerStep(copy.deepcopy(model).to_dtype("bf16"), *given, name="eager, bf16")
-    for name, make in makers.items():
+    for name in [name for name in makers if name not in settings["without"]]:
         try:
-            yield Lever(name, make())
+            yield Lever(name, makers[name]())
         except InputError as reason:
             print(f"not run: {name}: {reason}", flush=True)
-    for batch in batches:
+    for batch in settings["batches"]:
         yield Lever(f"batch {batch}", eager, batch)
 
 
@@ -135,7 +147,7 @@ def _measure(
     model, asked: Workload, settings: dict, seed: int, out, preset: str, floor: bool = False
 ) -> list[pd.DataFrame]:
     """The levers beside each other, and what is said about them; with `floor` also what limits the plain decision."""
-    found = list(levers(model, asked, settings["batches"], settings["compiled"]))
+    found = list(levers(model, asked, settings))
     decisions, most = settings["decisions"], max(lever.batch for lever in found)
     needed = max(settings["blocks"] + settings["warmup"], -(-decisions // most))
     frames = frames_for(asked, needed * most, seed)
@@ -145,9 +157,12 @@ def _measure(
     tags = _tags(asked, model, preset)
     lines = _limits(found, inputs[0, :1], tags) if floor else []
     plain = _OneByOne(found[0].step)
-    lines += [_parity(plain, lever, frames, decisions) for lever in found[1:]]
-    said = beside_rows([line | tags for line in lines], out)
-    return [said, _compare([lever.arm() for lever in found], inputs, settings, tags, seed, out)]
+    lines += [_parity(plain, lever, frames, decisions) for lever in found[1:] if lever.batch <= decisions]
+    tables = [beside_rows([line | tags for line in lines], out)]
+    tables.append(_compare([lever.arm() for lever in found], inputs, settings, tags, seed, out))
+    if settings["pairs"]:
+        tables += _two_frames(model, replace(asked, frames=max(2, asked.frames)), settings, seed, out, preset)
+    return tables
 
 
 def _compare(arms: list[Arm], inputs, settings: dict, tags: dict, seed: int, out) -> pd.DataFrame:
@@ -181,8 +196,7 @@ def _parity(plain: _OneByOne, lever: Lever, frames: np.ndarray, decisions: int) 
     """A line about a lever's answers to the first frames [inputs, frames, height, width, 3] beside the plain decision's."""
     from lab.parity import compare_answers
 
-    whole = max(lever.batch, decisions // lever.batch * lever.batch)
-    inputs = frames[:whole].reshape(-1, lever.batch, *frames.shape[1:])
+    inputs = frames[: decisions // lever.batch * lever.batch].reshape(-1, lever.batch, *frames.shape[1:])
     return {"kind": "parity", "arm": lever.name, **asdict(compare_answers(plain, lever.step, inputs))}
 
 

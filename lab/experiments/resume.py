@@ -6,6 +6,7 @@ What is timed is the time to first token: from the new turn's words and frames t
 the content keys of the new frames, resizing, the restore, the tower, the text model and the readback.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +25,7 @@ PROFILES = {
         "chosen": [("greedy", 0)], "cold": "turns", "families": "few",
     },
     "standard": {  # the cold passes that answers are compared with come before the clock, and are the warm-up
-        "preset": "smolvlm-256m", "dtypes": ["fp32"], "growth": [6], "blocks": 5, "warmup": 0, "budget_s": 120,
+        "preset": "smolvlm-256m", "dtypes": ["fp32"], "growth": [], "blocks": 5, "warmup": 0, "budget_s": 120,
         "chosen": [("greedy", 0)], "cold": "turns", "families": "all",
     },
     "full": {
@@ -49,8 +50,10 @@ def run(
     dtype: str | None = None,
     preset: str | None = None,
     weights: str = "default",
+    growth: Sequence[int] | None = None,
 ) -> pd.DataFrame:
-    """Measure every turn and, with more images, the last turn of longer prompts: one comparison (title) each.
+    """Measure every turn and, with more images, the last turn of longer prompts (`growth`, images in each; by default the
+    profile's): one comparison (title) each.
 
     Beside the rows stand, as lines about them, where each prompt's images are and what was restored and encoded
     (`prompt`), whether answers equal a cold pass's (`same`), and the same for the four families at tiny random
@@ -62,6 +65,7 @@ def run(
         raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
     settings = {**PROFILES[profile], "seed": seed, "out": out}
     settings["preset"] = preset or settings["preset"]
+    settings["growth"] = settings["growth"] if growth is None else growth
     tables = []
     for kind in [dtype] if dtype else settings["dtypes"]:
         family = load_family("smolvlm", device, kind, seed, preset=settings["preset"], weights=weights)
@@ -339,6 +343,7 @@ def bench(
     seed: int = 0,
     weights: str = "default",
 ) -> Bench:
-    """All cases of the profile `full` on CUDA, of `standard` elsewhere; see `run`."""
-    profile = "standard" if device == "cpu" else "full"
-    return Bench(run(profile, out=out, seed=seed, device=device, dtype=dtype, preset=preset, weights=weights))
+    """All cases of the profile `full` on CUDA; elsewhere those of `standard`, and a prompt of eight images; see `run`."""
+    profile, growth = ("standard", [8]) if device == "cpu" else ("full", None)
+    common = {"out": out, "seed": seed, "device": device, "dtype": dtype, "preset": preset, "weights": weights}
+    return Bench(run(profile, growth=growth, **common))

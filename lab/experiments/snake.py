@@ -29,7 +29,7 @@ CANDIDATES = {
 }
 # `blocks` of the ablation, `moves` of the loop, `stream` decisions whose actions are compared, `calls` of the memory check
 # A published shape takes a second or more a decision on two cores: what its own checks ask for, where it is asked for alone.
-PUBLISHED = {"blocks": 20, "moves": 20, "one_length": 63, "pairs": 10, "stream": 20, "calls": 25}
+PUBLISHED = {"blocks": 20, "moves": 20, "warmup": 1, "one_length": 63, "pairs": 10, "stream": 20, "calls": 25}
 PROFILES = {
     "smoke": {
         "models": {"snake": {"blocks": 8, "moves": 8, "budget_s": 20}}, "pairs": 8, "stream": 24, "calls": 60,
@@ -158,7 +158,7 @@ def ablation(model, steps: dict, counts: dict, settings: dict) -> pd.DataFrame:
         [Arm.of(step, counts=_prefix(step)) for step in steps.values()],
         asked,
         blocks=counts["blocks"],
-        warmup=WARM_UP,
+        warmup=counts.get("warmup", WARM_UP),
         budget_s=counts["budget_s"],
         title=f"ablation, {model.name}",
         orders="balanced",
@@ -182,7 +182,7 @@ def loop(model, steps: dict, counts: dict, settings: dict) -> pd.DataFrame:
         arms,
         given,
         blocks=len(given),
-        warmup=WARM_UP,
+        warmup=counts.get("warmup", WARM_UP),
         budget_s=counts["budget_s"],
         title=f"loop, {model.name}",
         **_common(model, settings),

@@ -95,14 +95,16 @@ class StaticStep:
         self.present = torch.ones(self.batch, len(self.row), dtype=torch.bool, device=device)
 
     def _fix_vision(self) -> None:
-        vision, size = self.model.encoder.vision_model, self.model.config.image_size
+        embeddings, size = self.model.encoder.vision_model.embeddings, self.model.config.image_size
+        pixels = torch.ones(1, 3, size, size, device=self.device, dtype=self.model.dtype)
+        whole = torch.ones(1, *[size // embeddings.patch_size] * 2, device=self.device, dtype=torch.bool)
         recorded: list[Tensor] = []
-        hook = vision.embeddings.position_embedding.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
+        hook = embeddings.position_embedding.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
         try:
-            vision(pixel_values=torch.ones(1, 3, size, size, device=self.device, dtype=self.model.dtype))
+            embeddings(pixel_values=pixels, patch_attention_mask=whole)
         finally:
             hook.remove()
-        self.patch_positions = vision.embeddings.position_embedding(recorded[0])
+        self.patch_positions = embeddings.position_embedding(recorded[0])
         rows = self.batch, self.frames, self.model.image_tokens, self.embeds.shape[-1]
         self.image_rows = torch.zeros(rows, device=self.device, dtype=self.model.dtype)
 
