@@ -272,3 +272,15 @@ def test_the_notebook_judges_another_runs_folder(run, tmp_path):
     assert [line["kind"] for line in saved["regimes"][0]["do"]].count("do") == len(saved["regimes"][0]["do"])
     with pytest.raises(InputError, match="there is no folder nowhere"):
         runner.run("smoke", tmp_path / "out2", "09", {"rows": "nowhere"}, say=said.append)
+
+
+def test_one_layers_time_is_no_decisions_and_more_frames_are_another_loop(run):
+    results = json.loads(json.dumps(CPU))
+    results["08_cheaper_levers"]["levers"].append(lever("one vision layer, bf16", 0.01, True))
+    two = GRAPH | {"frames": 2}
+    speeds = [speed("static", 1700, 1.0, False), speed("static, reusing frames", 900, 0.5, True, two)]
+    results["04_cuda_graph"] = {"speed": speeds, "parity": [same("static, reusing frames", two)]}
+    one, _, rate = verdict.judge(run(results, "layer")).regimes
+    assert "takes 1360 ms" in rate.headline, "the fastest whole decision"
+    (kept,) = [line for line in one.do if line.action == "Keep the earlier frame's image rows"]
+    assert kept.aside and "earlier frame" not in one.headline

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lab import stats
+from lab.experiments.levers import LAYER
 from lab.workloads import load_workloads
 
 NOTEBOOKS = {
@@ -18,14 +19,14 @@ SAME_LOGITS = 1e-2  # logits that lie closer, with no option flipped, count as t
 # of its own, but a step of a comparison.
 ACTIONS = (
     (r"split|simulation|masked|again", None, "", 0),
-    (r"reusing frames|reuse$", "Keep the earlier frame's image rows", "a setting of the step", 1),
-    (r"captured", "Capture the whole decision as one CUDA graph", "another step class", 1),
     (
         r"question first",
         "Put the question first and keep its keys and values",
         "the model must be taught that layout",
         4,
     ),
+    (r"reusing frames", "Keep the earlier frame's image rows", "a setting of the step", 1),
+    (r"captured", "Capture the whole decision as one CUDA graph", "another step class", 1),
     (r"compile", "Compile the step", "another step class, and the wait at every start", 2),
     (r"tuned", "Take the tuned step", "another step class", 1),
     (r"static", "Fix every shape", "another step class", 1),
@@ -46,7 +47,7 @@ class Finding:
 
     `ratio` is its time over the base's, with interval; `exact` whether answers stay the same (None: not compared);
     `small`: measured on another model than the run's own, so that it only hints; `aside`: of another kind of loop than the
-    run's own (another game, a conversation, a text loop).
+    run's own (another game, more frames a decision, a conversation, a text loop).
     """
 
     regime: str
@@ -162,12 +163,18 @@ def _graphs(results: dict) -> Iterator[Finding | None]:
     found, name = results.get(NOTEBOOKS["04"], {}), NOTEBOOKS["04"]
     keys = ("preset", "workload", "frames", "batch", "dtype", "arm")
     parity = {tuple(line.get(key) for key in keys): line for line in found.get("parity", [])}
-    own = next((line.get("preset") for line in found.get("speed", [])), None)
+    own = next(iter(found.get("speed", [])), {})
     for line in found.get("speed", []):
         if line.get("graph") == "not used":
             continue
         same = parity.get(tuple(line.get(key) for key in keys))
-        yield _finding(str(line.get("arm")), line, name, _parity(same), small=line.get("preset") != own, **_high(line))
+        yield _finding(str(line.get("arm")), line, name, _parity(same), **_beside(own, line), **_high(line))
+
+
+def _beside(own: dict, line: dict) -> dict:
+    """Whether a line is of another model than the run's own, and whether its decisions see more frames."""
+    more = int(line.get("frames") or 1) > int(own.get("frames") or 1)
+    return {"small": line.get("preset") != own.get("preset"), "aside": more}
 
 
 def _question_first(results: dict) -> Iterator[Finding | None]:
@@ -187,11 +194,12 @@ def _high(line: dict) -> dict:
 
 def _levers(results: dict) -> Iterator[Finding | None]:
     found = results.get(NOTEBOOKS["08"], {}).get("levers", [])
-    own = next((line.get("preset") for line in found), None)
+    own = next(iter(found), {})
     for line in found:
-        yield _finding(
-            str(line.get("arm")), line, NOTEBOOKS["08"], _parity(line), small=line.get("preset") != own, **_high(line)
-        )
+        arm, more = str(line.get("arm")), _high(line)
+        if arm.startswith(LAYER):  # its time is no decision's
+            more = {"ms": math.nan, "where": LAYER}
+        yield _finding(arm, line, NOTEBOOKS["08"], _parity(line), **_beside(own, line), **more)
 
 
 def _repeats(results: dict) -> Iterator[Finding | None]:
