@@ -13,7 +13,7 @@ from lab.workloads import DATA, get_workload
 # `frames` answered and `decisions` played by each pair of steps whose peaked answers are compared
 PROFILES = {
     "smoke": {"frames": 8, "decisions": 8},
-    "standard": {"frames": 32, "decisions": 12},
+    "standard": {"frames": 16, "decisions": 8},
     "full": {"frames": 64, "decisions": 60},
 }
 

@@ -34,7 +34,7 @@ PROFILES = {
         "published_seeds": 1,
     },
     "standard": {
-        "all": True, "steps": 1000, "model_steps": 500, "bare": False, "published_steps": None, "seeds": 1,
+        "all": True, "steps": 600, "model_steps": 500, "bare": False, "published_steps": None, "seeds": 1,
         "published_seeds": 5,
     },
     "full": {

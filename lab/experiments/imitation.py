@@ -28,7 +28,7 @@ GAMES = ("doom_basic", "breakout", "pong")
 UNSEEN = 500_000  # seeds from here on are never trained on
 PROFILES = {
     "smoke": {"workloads": ("doom_basic",), "episodes": 5, "max_decisions": 40, "frames": 60, "orders": 5},
-    "standard": {"workloads": GAMES, "episodes": 6, "max_decisions": 150, "frames": 100, "orders": 5},
+    "standard": {"workloads": GAMES[:2], "episodes": 10, "max_decisions": 120, "frames": 100, "orders": 5},
     "full": {"workloads": GAMES, "episodes": 100, "max_decisions": 4500, "frames": 2000, "orders": 20},
 }
 SIZES = (1, 2, 4, 8, 12, 16, 20, 50)  # of the batches that a step is built for

@@ -26,7 +26,7 @@ PROFILES = {
         "preset": "smolvlm-256m",
         "workloads": ["pong"],
         "warmup": 1,
-        "blocks": 8,
+        "blocks": 5,
         "budget_s": 120,
     },
     "full": {

@@ -16,8 +16,8 @@ from lab.workloads import DATA, Workload, chosen, get_workload
 
 LAYOUTS = ("whole", "split", "question first", "published simulation")
 BASE = "whole"
-# `arms` that a workload has where not all, `reuse`: those that also run with the earlier frame's image rows kept; `warmup`
-# blocks come after the call that starts a step, which in `standard` has to do.
+# `reuse`: the layouts that, with several frames, also run with the earlier frame's image rows kept; `warmup` blocks come
+# after the call that starts a step, which in `standard` has to do.
 PROFILES = {
     "smoke": {
         "preset": "tiny",
@@ -25,7 +25,6 @@ PROFILES = {
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
-        "arms": {},
         "reuse": LAYOUTS,
         "warmup": 2,
         "blocks": 6,
@@ -34,12 +33,11 @@ PROFILES = {
     },
     "standard": {
         "preset": "smolvlm-256m",
-        "workloads": ["pong", "doom_basic", "pong_two_frames"],
+        "workloads": ["pong"],
         "batches": [1],
         "dtypes": ["fp32"],
         "compiled": None,
-        "arms": dict.fromkeys(("doom_basic", "pong_two_frames"), ("whole", "question first")),
-        "reuse": (),
+        "reuse": ("whole", "question first"),
         "warmup": 0,
         "blocks": 5,
         "budget_s": 150,
@@ -51,7 +49,6 @@ PROFILES = {
         "batches": [1, 16],
         "dtypes": ["bf16", "fp32"],
         "compiled": "default",
-        "arms": {},
         "reuse": LAYOUTS,
         "warmup": 2,
         "blocks": 30,
@@ -77,9 +74,9 @@ def run(
     Arms: the whole sequence, split behind the picture, question first with its keys and values kept, and the
     published simulation of it, all with causal option attention on the same fixed-shape machinery, so that like is
     compared with like; on CUDA each also captured, and where the profile says so compiled. With two frames they also
-    run with the earlier frame's image rows kept. The profile `standard` leaves out what takes long and repeats (see
-    `PROFILES`). Beside the rows stand, as lines about them, the largest difference of logits from the twin without a
-    cache. Raises InputError for an unknown profile, device or preset.
+    run with the earlier frame's image rows kept (in the profile `standard` only whole and question first). Beside the
+    rows stand, as lines about them, the largest difference of logits from the twin without a cache. Raises InputError
+    for an unknown profile, device or preset.
     """
     from lab.models import load_model
 
@@ -106,8 +103,7 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
     inputs = frames.reshape(batch, count, *frames.shape[1:]).swapaxes(0, 1)
     inputs = np.roll(inputs, -before, axis=0)  # block 0 then follows the frame before it, as reuse expects
     compiled = settings["compiled"] if batch == 1 and workload.name == "pong" else None
-    layouts = settings["arms"].get(workload.name, LAYOUTS)
-    steps = _steps(model, workload, batch, compiled, layouts, settings["reuse"])
+    steps = _steps(model, workload, batch, compiled, settings["reuse"])
     for step in steps:
         step.decide(inputs[-1])  # building, capturing and compiling count as the arm's start, not against the budget
     rows = compare(
@@ -129,7 +125,7 @@ def _measure(model, workload: Workload, batch: int, settings: dict, preset: str,
     return [rows, beside_rows(lines, out)]
 
 
-def _steps(model, workload: Workload, batch: int, compiled: str | None, wanted: Sequence[str], reused: Sequence[str]):
+def _steps(model, workload: Workload, batch: int, compiled: str | None, reused: Sequence[str]) -> list:
     from lab.steps import (
         CompiledQuestionFirstStep,
         CompiledSplitStep,
@@ -147,7 +143,7 @@ def _steps(model, workload: Workload, batch: int, compiled: str | None, wanted: 
         for reuse in [False, True] if workload.frames > 1 else [False]:
             end = (", captured" if capture else "") + (", reuse" if reuse else "")
             kept = {**common, "capture": capture, "reuse": reuse}
-            for name in [name for name in wanted if name in reused or not reuse]:
+            for name in [name for name in LAYOUTS if name in reused or not reuse]:
                 if name in layouts:
                     steps.append(QuestionFirstStep(**kept, layout=layouts[name], name=f"{name}{end}"))
                 else:
@@ -307,14 +303,12 @@ def beside_published(saved: pd.DataFrame, published: pd.DataFrame) -> pd.DataFra
 
 
 def bounds(rows: pd.DataFrame, flop_shares: dict[str, float]) -> pd.DataFrame:
-    """What a free question could save at most, by regime: measured where the split was timed (its question stage over the
-    whole decision, per block), beside the share of operations that it tends to where the device is full."""
+    """What a free question could save at most, by regime: measured (the split's question stage over the whole
+    decision, per block) at each batch, beside the share of operations that it tends to where the device is full."""
     lines = []
     for _, part in rows.groupby("title", sort=False):
         tags = part[["workload", "batch", "dtype"]].iloc[0].to_dict()
         timed = part[part["phase"] == "timed"]
-        if "split" not in set(timed["arm"]):
-            continue
         block = timed.pivot_table(index=["run", "block"], columns=["arm", "stage"], values="ms")
         saved = block[BASE, "language"] - block["split", "language_prefix"]
         share = stats.median_interval(100 * saved / block[BASE, "total"])

@@ -35,7 +35,7 @@ THRESHOLDS = (0.0, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 0.6)  # share of 
 NEW, SAME = "a new frame", "the same frame again"
 PROFILES = {
     "smoke": {"games": 1, "steps": 100, "seeds": 1, "blocks": 5},
-    "standard": {"games": None, "steps": 600, "seeds": 1, "blocks": 30},
+    "standard": {"games": None, "steps": 500, "seeds": 1, "blocks": 30},
     "full": {"games": None, "steps": 2000, "seeds": 5, "blocks": 60},
 }
 

@@ -29,7 +29,7 @@ CANDIDATES = {
 }
 # `blocks` of the ablation, `moves` of the loop, `stream` decisions whose actions are compared, `calls` of the memory check
 # A published shape takes a second or more a decision on two cores: what its own checks ask for, where it is asked for alone.
-PUBLISHED = {"blocks": 20, "moves": 20, "warmup": 1, "one_length": 63, "pairs": 10, "stream": 20, "calls": 25}
+PUBLISHED = {"blocks": 20, "moves": 12, "warmup": 1, "one_length": 63, "pairs": 10, "stream": 20, "calls": 25}
 PROFILES = {
     "smoke": {
         "models": {"snake": {"blocks": 8, "moves": 8, "budget_s": 20}}, "pairs": 8, "stream": 24, "calls": 60,
@@ -71,7 +71,8 @@ def run(
     dtype: str = "fp32",
     preset: str | None = None,
 ) -> pd.DataFrame:
-    """Measure every model of the profile, or only `preset` (a name for `load_text_model`) without a budget; return rows.
+    """Measure every model of the profile, or only `preset` (a name for `load_text_model`) without a budget and on the whole
+    stream of boards; return rows.
 
     Titles are "ablation, MODEL", "loop, MODEL" and "prompts, MODEL". Rows of a decision carry, as `counts`, the seed and
     the number of the move, what was proposed and executed and with which probabilities, and the base arm's the board. Lines
@@ -89,6 +90,7 @@ def run(
     if preset is not None:
         counts = {**models, **settings.get("asked_for", {})}.get(preset, models["snake"])
         models = {preset: counts | {"moves": max(counts["moves"], counts["blocks"]), "budget_s": None}}
+        settings["stream"] = len(SEEDS) * SEED_MOVES
     if preset == "tiny":
         settings |= {**TRIAL, "models": models}
         models["tiny"] |= {"blocks": 24, "moves": 24}
