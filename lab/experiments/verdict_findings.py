@@ -259,9 +259,9 @@ def _less(share: float | None) -> float | None:
 
 
 def _resume(results: dict) -> Iterator[Finding | None]:
-    for line in results.get(NOTEBOOKS["06"], {}).get("turns", []):
-        if line.get("encoded") == line.get("encoded_without"):
-            continue  # nothing to skip
+    """The first turn of a conversation that has something to skip."""
+    turns = results.get(NOTEBOOKS["06"], {}).get("turns", [])
+    for line in [line for line in turns if line.get("encoded") != line.get("encoded_without")][:1]:
         where = f"{line.get('case')} of a conversation, {line['encoded']} of {line['images']} images encoded"
         same = ("every reply the same", True) if line.get("tokens_equal") else ("some replies differ", False)
         action = "Where prompts resume: encode only images that the kept state does not hold"
@@ -270,13 +270,13 @@ def _resume(results: dict) -> Iterator[Finding | None]:
 
 
 def _text(results: dict) -> Iterator[Finding | None]:
+    """The fastest candidate of each model: the others stand in its notebook."""
     found, name = results.get(NOTEBOOKS["07"], {}), NOTEBOOKS["07"]
     same = {line.get("candidate"): line for line in found.get("actions", [])}
     for model, lines in (found.get("ablation") or {}).items():
-        for line in lines:
+        others = [line for line in lines if line.get("candidate") != "eager" and number(line.get("ratio")) is not None]
+        for line in sorted(others, key=lambda line: line["ratio"])[:1]:
             arm = str(line.get("candidate"))
-            if arm == "eager":
-                continue
             moved = same.get(arm)
             parity = _parity(moved and {"flips": 1 - moved["executed"] / moved["moves"], "n": moved["moves"], **moved})
             _, effort, rank = _action(arm)
