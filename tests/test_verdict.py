@@ -284,3 +284,19 @@ def test_one_layers_time_is_no_decisions_and_more_frames_are_another_loop(run):
     assert "takes 1360 ms" in rate.headline, "the fastest whole decision"
     (kept,) = [line for line in one.do if line.action == "Keep the earlier frame's image rows"]
     assert kept.aside and "earlier frame" not in one.headline
+
+
+def test_what_was_asked_of_another_model_says_so(run):
+    results = json.loads(json.dumps(CPU))
+    results["08_cheaper_levers"]["levers"].append(lever("bf16", 2.2, True) | {"preset": "pocket"})
+    line = {"low": 0.55, "high": 0.57, "ratio_low": 0.55, "ratio_high": 0.57, "shown": True}
+    ablation = [line | {"candidate": "compiled", "ratio": 0.6}, line | {"candidate": "prompts kept", "ratio": 0.56}]
+    actions = [{"candidate": "prompts kept", "executed": 600, "moves": 600, "max_logit": 0.0}]
+    models = {"snake": ablation, "multilingual": ablation}
+    results["07_snake_loop"] = {"ablation": models, "actions": actions}
+    one = verdict.judge(run(results, "others")).regimes[0]
+    (slower,) = [found for found in one.dont if found.action == "Use a shorter dtype"]
+    assert "on another model" in slower.sentence
+    text = [found for found in one.do if found.action.startswith("In a text loop")]
+    assert [found.arm for found in text] == ["prompts kept"] * 2, "the fastest of each model alone"
+    assert all("no answer of snake changed of 600" in found.sentence for found in text)

@@ -91,6 +91,8 @@ class Finding:
             "open": f"no difference shown, {times}",
         }[self.kind]
         parts = [said, self.where] + ([self.parity] if self.kind != "trade" else [])
+        if self.small and self.kind != "hint":
+            parts.insert(1, "on another model")
         if self.kind in ("do", "trade", "hint"):
             parts.append(self.effort)
             parts += [f"{self.start_s:.1f} s at every start"] if self.start_s >= 1 else []
@@ -272,8 +274,10 @@ def _resume(results: dict) -> Iterator[Finding | None]:
 def _text(results: dict) -> Iterator[Finding | None]:
     """The fastest candidate of each model: the others stand in its notebook."""
     found, name = results.get(NOTEBOOKS["07"], {}), NOTEBOOKS["07"]
-    same = {line.get("candidate"): line for line in found.get("actions", [])}
-    for model, lines in (found.get("ablation") or {}).items():
+    ablation = found.get("ablation") or {}
+    asked = {"judge": next(iter(ablation), "")}  # the model whose actions were compared
+    same = {line.get("candidate"): line | asked for line in found.get("actions", [])}
+    for model, lines in ablation.items():
         others = [line for line in lines if line.get("candidate") != "eager" and number(line.get("ratio")) is not None]
         for line in sorted(others, key=lambda line: line["ratio"])[:1]:
             arm = str(line.get("candidate"))
