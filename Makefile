@@ -34,7 +34,7 @@ install: $(INSTALLED)
 $(INSTALLED): pyproject.toml
 	@echo "installing into $(VENV): downloads 0.6 GB where torch is a CPU build (about 3 GB with CUDA, the Linux default),"
 	@echo "takes 2 GB of disk (7 GB with CUDA) and 2 to 5 minutes; PYTHON=... names another Python"
-	@echo "a report then takes about 4 minutes (PROFILE=smoke) or 20 (standard), and up to 6 GB of memory"
+	@echo "a report then takes about 4 minutes (PROFILE=smoke) or 21 (standard), and up to 6 GB of memory"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	    || { echo "$(PYTHON) is missing or older than 3.11: name a newer one, make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -m venv $(VENV) \
