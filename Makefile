@@ -16,7 +16,7 @@ report: $(INSTALLED)
 	@$(VENV)/bin/lab run --profile "$(PROFILE)" $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
 
 test: $(INSTALLED)
-	@echo "running the tests: about ten minutes on two cores"
+	@echo "running the tests: about thirteen minutes on two cores"
 	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
 
 lab: $(INSTALLED)
