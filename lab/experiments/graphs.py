@@ -15,8 +15,8 @@ from lab.measure import Arm, compare
 from lab.records import about, beside_rows, clean, join_rows, read_rows
 from lab.workloads import DATA, Workload, chosen
 
-# `warmup` blocks come after the call that starts a step, which in `standard` has to do; `repeats` is, by frames, how often
-# one input is decided to see whether the bits agree; without `every_static` several frames have only the arm that reuses.
+# `warmup` blocks come after the call that starts a step, which in `standard` has to do; `repeats`: how often one input is
+# decided to see whether the bits agree; `brief`: with several frames neither that nor the static step without reuse.
 PROFILES = {
     "smoke": {
         "preset": "tiny",
@@ -29,8 +29,8 @@ PROFILES = {
         "blocks": 6,
         "budget_s": 20,
         "parity": 8,
-        "repeats": {1: 10, 2: 10},
-        "every_static": True,
+        "repeats": 10,
+        "brief": False,
     },
     "standard": {
         "preset": "smolvlm-256m",
@@ -43,8 +43,8 @@ PROFILES = {
         "blocks": 5,
         "budget_s": 95,
         "parity": 1,
-        "repeats": {1: 2},
-        "every_static": False,
+        "repeats": 2,
+        "brief": True,
     },
     "full": {
         "preset": "smolvlm-256m",
@@ -57,8 +57,8 @@ PROFILES = {
         "blocks": 30,
         "budget_s": 8,
         "parity": 32,
-        "repeats": {1: 10, 2: 10},
-        "every_static": True,
+        "repeats": 10,
+        "brief": False,
     },
 }
 BASE = "eager"
@@ -123,7 +123,7 @@ def run(
     models = {kind: load_model(preset, device, kind, seed, weights) for kind in dtypes}
     asked, tables = chosen(settings["workloads"], workload), []
     for case in _cases(asked, settings | ({"frames": [None]} if workload else {}), dtypes):
-        steps = list(_steps(models[case.dtype], case, settings["every_static"]))
+        steps = list(_steps(models[case.dtype], case, settings["brief"]))
         tables += _measure(case, steps, settings, seed, out, preset)
     if device != "cpu" and {"fp32", "bf16"} <= set(models):
         for one in asked:
@@ -146,13 +146,13 @@ def _cases(asked: list[Workload], settings: dict, dtypes: list[str]) -> Iterator
                     yield Case(replace(workload, frames=frames or workload.frames), batch, dtype)
 
 
-def _steps(model, case: Case, every: bool = True) -> Iterator:
+def _steps(model, case: Case, brief: bool = False) -> Iterator:
     from lab.steps import EagerStep, StaticStep
 
     question, frames = case.workload.question, case.workload.frames
     yield EagerStep(model, question, frames)
     for capture in [False, True] if model.device.type == "cuda" else [False]:
-        for reuse in [False] * (every or frames == 1) + [True] * (frames > 1):
+        for reuse in [False] if frames == 1 else [True] if brief else [False, True]:
             yield StaticStep(model, question, frames, case.batch, capture=capture, reuse=reuse)
 
 
@@ -193,8 +193,9 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
         causal = (eager.model, eager.question, 1, "causal")
         pairs.append((EagerStep(*causal, name="eager, causal"), MaskedEagerStep(*causal)))
     lines = [{"kind": "parity", **asdict(compare_answers(one, other, sample))} for one, other in pairs]
-    if times := settings["repeats"].get(eager.frames):
-        lines += [{"kind": "repeats", "arm": step.name, "same": repeats(step, inputs[0], times)} for step in steps]
+    if eager.frames == 1 or not settings["brief"]:
+        again = [(step.name, repeats(step, inputs[0], settings["repeats"])) for step in steps]
+        lines += [{"kind": "repeats", "arm": name, "same": same} for name, same in again]
     if eager.model.device.type == "cuda":
         lines += [{"kind": "activity", "arm": step.name, **activity(step, inputs[0])} for step in steps]
     tags = {"title": case.title, "preset": preset, **case.tags}
