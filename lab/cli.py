@@ -95,6 +95,26 @@ def doctor(as_json: Json = False) -> None:
 
 
 @app.command()
+def check(
+    checkpoint: Annotated[
+        str, typer.Argument(help="A checkpoint folder, a hub name, or a model of ours such as pocket.")
+    ],
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint is, how it will be asked, and whether its answers hold together; exit code 1 where not."""
+    from lab.check import Check
+    from lab.doctor import show
+
+    with _quiet(as_json):
+        found = Check(checkpoint)
+    if as_json:
+        print(json.dumps(found.document()))
+    else:
+        show(found.findings, "nothing is wrong with it")
+    raise typer.Exit(0 if found.ok else 1)
+
+
+@app.command()
 def tokens(as_json: Json = False) -> None:
     """Count the tokens of each workload's prompt by segment, and the share that never changes."""
     with _quiet(as_json):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lab.caches import KeptStates
 from lab.clocks import stage
-from lab.errors import InputError
+from lab.errors import InputError, NotFinite
 from lab.models.families import Family, Request
 from lab.models.states import TokenState
 from lab.resume import Plan, Prompt, chunks, plan
@@ -35,8 +35,10 @@ class Sampling:
     seed: int = 0
 
     def choose(self, logits: Tensor, position: int) -> int:
-        """The token after `position` tokens, from logits [vocabulary]."""
+        """The token after `position` tokens, from logits [vocabulary]; NotFinite where these are no numbers."""
         logits = logits.float().cpu()
+        if not logits.isfinite().all():
+            raise NotFinite("The logits of the next token are NaN or infinite, so no token can be chosen.")
         if self.temperature > 0:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)
             uniform = torch.rand(logits.shape, generator=generator).clamp_(1e-20, 1 - 1e-7)

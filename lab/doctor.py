@@ -15,7 +15,8 @@ REINSTALL = "pip install -e '.[test]'"
 
 
 class Finding(NamedTuple):
-    """One line of the table. `state` is ok, missing (something that is needed) or note (something one can do without)."""
+    """One line of a table. `state` is ok, missing (something that is needed), wrong (in what was looked at) or note
+    (something one can do without)."""
 
     what: str
     state: str
@@ -29,21 +30,23 @@ def examine() -> list[Finding]:
     return [finding for check in checks for finding in _guarded(check)]
 
 
-def show(findings: list[Finding]) -> None:
-    """Print the findings as a table, and a closing line."""
+def show(findings: list[Finding], well: str = "everything that is needed is here") -> None:
+    """Print the findings as a table, and a closing line: what is off, or `well`."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for name in ("", "", "found", "what to do"):
         table.add_column(name, overflow="fold")
-    signs = {"ok": "[green]ok[/]", "missing": "[red]missing[/]", "note": "[yellow]note[/]"}
+    colours = {"ok": "green", "missing": "red", "wrong": "red", "note": "yellow"}
     for finding in findings:
-        table.add_row(finding.what, signs[finding.state], finding.found, finding.remedy)
+        said = escape(finding.what), escape(finding.found), escape(finding.remedy)
+        table.add_row(said[0], f"[{colours[finding.state]}]{finding.state}[/]", *said[1:])
     console = Console(width=None if sys.stdout.isatty() else 140, markup=True)
     console.print(table)
-    missing = [finding.what for finding in findings if finding.state == "missing"]
-    print(f"missing: {', '.join(missing)}" if missing else "everything that is needed is here")
+    off = {state: [each.what for each in findings if each.state == state] for state in ("missing", "wrong")}
+    print("; ".join(f"{state}: {', '.join(names)}" for state, names in off.items() if names) or well)
 
 
 def _guarded(check: Callable[[], Iterator[Finding]]) -> list[Finding]:

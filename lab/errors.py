@@ -10,6 +10,10 @@ class InputError(ValueError):
     """
 
 
+class NotFinite(InputError):
+    """A model's answer holds NaN or infinity: there is no decision."""
+
+
 def whole(what: str, value, least: int) -> None:
     """Raise InputError where `value` is no whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:

@@ -137,7 +137,7 @@ class Session:
 
     def _make_step(self, question: Question):
         kind = getattr(import_module("lab.steps"), STEPS[self.kind].step)
-        return kind(self.model, question, self.frames, option_attention=self.model.config.option_attention)
+        return kind(self.model, question, self.frames)
 
     def _seeds(self, number: int) -> tuple[int, np.random.Generator | None]:
         """The environment's seed and the generator that choices are drawn from, of episode `number`."""

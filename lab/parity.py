@@ -20,7 +20,8 @@ class Parity:
 
     The largest absolute differences of logits, probabilities and P(act); `flips`, the share of decisions whose chosen
     option differs, with its exact binomial interval; `smallest_margin`, the first step's smallest lead of the most
-    probable option over the second: flips are to be expected only where a difference of probabilities exceeds it.
+    probable option over the second: flips are to be expected only where a difference of probabilities exceeds it. What is
+    not a number agrees with nothing: such an answer is a flip, and as far away as can be.
     """
 
     first: str
@@ -49,7 +50,8 @@ def compare_answers(first, second, inputs) -> Parity:
 
     logits, probabilities, p_act, choice = map(both, ("logits", "probabilities", "p_act", "choice"))
     ranked = np.sort(probabilities[0], axis=1)
-    flipped = int((choice[0] != choice[1]).sum())
+    numbers = np.all([np.isfinite(part).all(1) for part in (*logits, *probabilities)], axis=0)
+    flipped = int(((choice[0] != choice[1]) | ~numbers).sum())
     return Parity(
         first.name,
         second.name,
@@ -129,7 +131,8 @@ def option_orders(
         shuffled = np.concatenate([other.decide(one).probabilities for one in inputs])
         got = shuffled[:, np.argsort(order)]
         changes.append(np.abs(got - expected))
-        flips += int((got.argmax(1) != expected.argmax(1)).sum())
+        numbers = np.isfinite(got).all(1) & np.isfinite(expected).all(1)
+        flips += int(((got.argmax(1) != expected.argmax(1)) | ~numbers).sum())
     n = len(drawn) * len(expected)
     return OptionOrders(
         step.name, len(drawn), n, float(np.max(changes)), float(np.mean(changes)), share_interval(flips, n)
@@ -170,9 +173,9 @@ class MaskedEagerStep(EagerStep):
     def __init__(self, *args, name: str | None = None, **kwargs):
         super().__init__(*args, name=name or "eager, explicit mask", **kwargs)
 
-    def _inputs(self, batch: int) -> Inputs:
-        inputs = super()._inputs(batch)
-        if self.option_attention == "block":
+    def _inputs(self, batch: int, states=None) -> Inputs:
+        inputs = super()._inputs(batch, states)
+        if self.setting.option_attention == "block":
             return inputs  # explicit already
         length, dtype = inputs.ids.shape[1], self.model.dtype
         ahead = torch.ones(length, length, dtype=torch.bool, device=inputs.ids.device).triu(1)
@@ -181,4 +184,5 @@ class MaskedEagerStep(EagerStep):
 
 
 def _furthest(pair: tuple[np.ndarray, np.ndarray]) -> float:
-    return float(np.abs(pair[0] - pair[1]).max())
+    apart = np.abs(pair[0] - pair[1])
+    return float(np.where(np.isnan(apart), np.inf, apart).max())

@@ -14,7 +14,12 @@ import torch
 from lab.errors import InputError
 
 LONGEST_EDGE = 2048  # first hop of SmolVLM's processor ("size": {"longest_edge": 2048})
-FILTERS = ("composed", "bicubic", "bilinear", "nearest")
+PATHS = ("device", "processor")
+FILTERS = ("composed", "lanczos", "bicubic", "bilinear", "nearest")
+# What the published checkpoints call the paths and the filters.
+PREPROCESS = {"gpu": "device", "processor": "processor"}
+LINEAR = FILTERS[:2]  # applied as one matrix per axis
+INTERPOLATIONS = {"processor": "composed"} | {name: name for name in FILTERS[1:]}
 
 
 def check_frames(frames: Any) -> np.ndarray:
@@ -77,7 +82,8 @@ def make_pixels(
     dtype: torch.dtype = torch.float32,
     filter: str = "composed",
 ) -> "DevicePixels | ProcessorPixels":
-    """The preprocessing named `path` ("device" or "processor") for a model of `size` pixels; InputError otherwise."""
+    """The preprocessing named `path` ("device" or "processor") for a model of `size` pixels; InputError otherwise. The
+    processor has a filter of its own."""
     if path == "device":
         return DevicePixels(size, filter, device, dtype)
     if path == "processor":
@@ -89,10 +95,11 @@ class DevicePixels:
     """Resizes and normalises on the device; takes uint8 [N, H, W, 3] (array or tensor), gives [N, 3, size, size].
 
     "composed" (the default) follows the model's processor: both Lanczos hops as one matrix per axis, composed in
-    float64 and applied in float32, then rounded and clamped to 8 bits. "bicubic", "bilinear" (both antialiased) and
-    "nearest" are single hops through torch's interpolate. The operators are kept here, one pair per frame size, so that
-    a captured graph that reads them never sees them freed. Nothing in the call waits for the device. Do not allow TF32
-    for matrix products: its ten bits of mantissa move grey levels.
+    float64 and applied in float32, then rounded and clamped to 8 bits. "lanczos" is a single such hop straight to the
+    square. "bicubic", "bilinear" (both antialiased) and "nearest" are single hops through torch's interpolate. The
+    operators are kept here, one pair per frame size, so that a captured graph that reads them never sees them freed.
+    Nothing in the call waits for the device. Do not allow TF32 for matrix products: its ten bits of mantissa move grey
+    levels.
     """
 
     path = "device"
@@ -121,10 +128,12 @@ class DevicePixels:
     def operators(self, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The matrices [size, height] and [size, width] (float32, rows sum to 1) that resize a frame of that size."""
         if (height, width) not in self._operators:
-            tall, wide = _first_hop(height, width)
+            hops = _first_hop(height, width) if self.filter == "composed" else (None, None)
             self._operators[height, width] = tuple(
-                (_lanczos(middle, self.size) @ _lanczos(edge, middle)).to(self.device, torch.float32)
-                for edge, middle in ((height, tall), (width, wide))
+                (_lanczos(middle, self.size) @ _lanczos(edge, middle) if middle else _lanczos(edge, self.size)).to(
+                    self.device, torch.float32
+                )
+                for edge, middle in zip((height, width), hops, strict=True)
             )
         return self._operators[height, width]
 
@@ -136,7 +145,7 @@ class DevicePixels:
         if frames.dtype != torch.uint8 or frames.ndim != 4 or frames.shape[-1] != 3:
             raise InputError(f"give uint8 frames [N, height, width, 3], not {frames.dtype} {list(frames.shape)}")
         levels = frames.float()
-        if self.filter == "composed":
+        if self.filter in LINEAR:
             rows, columns = self.operators(*frames.shape[1:3])
             levels = torch.einsum("sh,nhwc,tw->ncst", rows, levels, columns)
         else:

@@ -6,20 +6,19 @@ The question part, up to the second SEP, does not depend on the state: `Question
 its MASK. Pieces are tokenised apart and concatenated. Layout and budgets are the published text model's.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from threading import RLock
 
 from tokenizers import Tokenizer
 
 from lab.errors import InputError, whole
-from lab.tokens import CLS, MASK, OPTION_LIMIT, SEP, encode, load_tokenizer
+from lab.tokens import CLS, MASK, SEP, check_distinct, encode, fit, load_tokenizer, plain, read_tokenizer, state_text
 from lab.workloads import Question
 
 PAD = 2  # SmolLM2's
-LEAST_OPTION, LEAST_QUESTION, ROOM = 4, 8, 16
 CAPACITY = 128
 
 
@@ -33,7 +32,7 @@ class TextPrompt:
 
 @dataclass(frozen=True)
 class TextTokens:
-    """A tokenizer with the ids that a text row is made with; `mask_text` in a text becomes a space."""
+    """A tokenizer with the ids that a text row is made with; its added tokens, and `mask_text`, become spaces in a text."""
 
     tokenizer: Tokenizer = field(repr=False)
     cls: int
@@ -48,8 +47,14 @@ class TextTokens:
         tokenizer = load_tokenizer()
         return cls(tokenizer, *(tokenizer.token_to_id(name) for name in (CLS, SEP, MASK)), PAD, MASK)
 
+    @classmethod
+    def of(cls, folder: Path) -> "TextTokens":
+        """A checkpoint's own vocabulary, with the special tokens that it names; see `lab.tokens.read_tokenizer`."""
+        tokenizer, named = read_tokenizer(folder, ("cls", "sep", "mask", "pad"))
+        return cls(tokenizer, *map(tokenizer.token_to_id, named.values()), mask_text=named["mask"])
+
     def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, text.replace(self.mask_text, " "))
+        return encode(self.tokenizer, plain(self.tokenizer, text.replace(self.mask_text, " ")))
 
 
 @dataclass(frozen=True)
@@ -61,37 +66,20 @@ class QuestionPart:
 
 
 def question_part(tokens: TextTokens, question: Question, head_max_len: int) -> QuestionPart:
-    """Tokenise a question and its options within `head_max_len`.
-
-    An option keeps 48 tokens beside its MASK. Where less than 16 would be left for the question, each option is cut to an
-    even share, its MASK included, of 4 or more; the question keeps its start, what is left and at least 8.
-    """
+    """Tokenise a question and its options within `head_max_len`, see `lab.tokens.fit`; InputError for options read alike."""
     asked = tokens.encode(f"{question.type} question: {question.instructions}")
-    options = [[tokens.mask, *tokens.encode(f" {text}")[:OPTION_LIMIT]] for text in question.rendered]
-    if head_max_len - sum(map(len, options)) < ROOM:
-        each = max(LEAST_OPTION, (head_max_len - ROOM) // len(options))
-        options = [option[:each] for option in options]
-    asked = asked[: max(LEAST_QUESTION, head_max_len - sum(map(len, options)))]
+    asked, texts = fit(asked, [tokens.encode(f" {text}") for text in question.rendered], head_max_len, ends=False)
+    check_distinct(question, texts)
     ids, readouts = [tokens.cls, *asked, tokens.sep], []
-    for option in options:
+    for text in texts:
         readouts.append(len(ids))
-        ids += option
+        ids += [tokens.mask, *text]
     return QuestionPart((*ids, tokens.sep), tuple(readouts))
 
 
 def state_ids(tokens: TextTokens, state: str | Mapping | Sequence) -> list[int]:
-    """A state's tokens: text as it is, a mapping as JSON, a list one turn a line."""
-    return tokens.encode(_state_text(state))
-
-
-def _state_text(state) -> str:
-    if isinstance(state, str):
-        return state
-    if isinstance(state, Mapping):
-        return json.dumps(state, ensure_ascii=False)
-    if isinstance(state, Sequence):
-        return "\n".join(map(_state_text, state))
-    raise InputError(f"A state is a text, a table or a list of turns, not {state!r:.60}.")
+    """A state's tokens: a text as it is, a table or a list as JSON; see `lab.tokens.state_text`."""
+    return tokens.encode(state_text(state))
 
 
 def text_row(

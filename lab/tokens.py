@@ -12,9 +12,9 @@ In the `mask` layout, for models that read both ways, they are
 
     prefix    [CLS]User:
     image     as above
-    question  "<type> question: <instructions>", [SEP]
-    options   per option [MASK], which is that option's readout, and its text; then [SEP]
-    state     a text state, where there is one, and [SEP]
+    question  " <type> question: <instructions>", [SEP]
+    options   per option [MASK], which is that option's readout, a blank and its text; then [SEP]
+    state     where there is one, a text state and [SEP]
 
 In the `question_first` layout all that never changes comes first, so that its keys and values can be kept:
 
@@ -29,8 +29,9 @@ In the `question_first` layout all that never changes comes first, so that its k
 ahead of the image, no labels and no cue, and as many newlines as there are options for readouts. Its answers mean
 nothing; its token counts, and with them its times, can be compared.
 
-Every piece is tokenised apart and the ids are concatenated, so nothing merges across borders. Rule and budgets: the
-published decision model (see README, "Sources").
+Every piece is tokenised apart and the ids are concatenated, so nothing merges across borders. Whatever a caller says is
+cleaned first (`plain`): no text can place an image, an option or the end of an utterance. Rule and budgets: the published
+decision model (see README, "Sources").
 """
 
 import functools
@@ -39,10 +40,11 @@ import itertools
 import json
 import lzma
 import os
+import re
 import string
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,9 +70,8 @@ SMOLVLM_TOKENS = (
     + [f"<|reserved_special_token_{i}|>" for i in range(88)]
     + [END]
 )
-OPTION_LIMIT = 48
-MIN_OPTION = 4
-MIN_QUESTION = 16
+OPTION_LIMIT = 48  # an option's tokens, its readout not counted
+LEAST_QUESTION, QUESTION_ROOM = 8, 16
 # The order of a row's segments.
 LAYOUTS = {
     "terminator": ("prefix", "image", "state", "question", "options"),
@@ -105,6 +106,26 @@ def load_tokenizer(added: tuple[str, ...] = tuple(SMOLVLM_TOKENS)) -> Tokenizer:
         write_atomically(kept, tokenizer.to_str().encode())
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in added])
     return tokenizer
+
+
+def read_tokenizer(folder: Path, named: Sequence[str] = ()) -> tuple[Tokenizer, dict[str, str]]:
+    """A checkpoint's own vocabulary: `tokenizer.json`, and the tokens that `tokenizer_config.json` calls `cls_token`, ...
+
+    Raises InputError for files that cannot be read, and for a name of `named` that stands for no token.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) if named else {}
+    except Exception as error:  # tokenizers raises bare Exception for whatever it cannot read
+        raise InputError(f"The tokenizer in {folder} cannot be read: {error}.") from None
+    found = {}
+    for name in named:
+        token = said.get(f"{name}_token") if isinstance(said, dict) else None
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str) or tokenizer.token_to_id(token) is None:
+            raise InputError(f"{folder}/tokenizer_config.json names no {name}_token of the vocabulary.")
+        found[name] = token
+    return tokenizer, found
 
 
 def tokenizer_source() -> str:
@@ -235,45 +256,52 @@ def build_row(
     question: Question,
     frames: int = 1,
     image_tokens: int = 64,
-    state: str | Mapping | None = None,
+    state=None,
     max_len: int = 1024,
     head_max_len: int = 256,
     layout: str = "terminator",
+    markers: Sequence[str] = (CLS, SEP, MASK),
 ) -> Row:
-    """The row of one decision in one of the `LAYOUTS`.
+    """The row of one decision in one of the `LAYOUTS`; `markers` are the `mask` layout's CLS, SEP and MASK.
 
-    Budgets: question and options share `head_max_len` tokens. Each option keeps at most 48; if less than 16 would be left
-    for the question, the options are cut evenly (to at least 4 each); a question still too long keeps its first and last
-    halves. The state gets what is left of `max_len` and keeps its start. Raises InputError if the row is too long even
-    without a state, if `frames` is not from 1 to 8, and for an unknown layout.
+    Budgets: question and options share `head_max_len` tokens, see `fit`; the state (see `state_text`) gets what is left
+    of `max_len` and keeps its start. Raises InputError if the row is too long even without a state, if `frames` is not
+    from 1 to 8, for an unknown layout, for options that are read alike, and where a token of the layout is none of the
+    tokenizer's.
     """
     if layout not in LAYOUTS:
         raise InputError(f"layout is {layout!r}; choose one of {', '.join(LAYOUTS)}.")
     if not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
         raise InputError(f"{frames!r} frames per decision; give 1 to {MAX_FRAMES}.")
-    run = [*encode(tokenizer, FAKE + GLOBAL), *encode(tokenizer, IMAGE) * image_tokens, *encode(tokenizer, FAKE)]
-    newline, (cls, sep, mark) = encode(tokenizer, "\n"), (encode(tokenizer, token) for token in (CLS, SEP, MASK))
-    masked, count = layout == "mask", len(question.options)
-    labels = option_labels(tokenizer, count) if layout == "question_first" else []
-    lead, tail = "\n", f"{END}\nAssistant: Options:\n"
-    if labels:
-        tail = "\nOptions:\n"
+    masked, labelled, count = layout == "mask", layout == "question_first", len(question.options)
+    fake, image, whole = (token_id(tokenizer, token) for token in (FAKE, IMAGE, GLOBAL))
+    run = [fake, whole, *[image] * image_tokens, fake]
     if masked:
-        lead = tail = ""
-    asked = encode(tokenizer, f"{lead}{question.type} question: {_plain(question.instructions)}{tail}")
-    if labels:
-        texts = [[label, *text] for label, text in zip(labels, _option_texts(tokenizer, question, " "), strict=True)]
+        cls, sep, mark = (token_id(tokenizer, token) for token in markers)
+        start, readout, lead, tail, bullet = cls, mark, " ", "", " "
     else:
-        texts = _option_texts(tokenizer, question, "" if masked else "- ")
-    asked, options = _fit(asked, texts, lambda text: mark + text if masked else text + newline, head_max_len)
+        token_id(tokenizer, END)
+        start, readout, lead = token_id(tokenizer, START), token_id(tokenizer, "\n"), "\n"
+        tail, bullet = ("\nOptions:\n", " ") if labelled else (f"{END}\nAssistant: Options:\n", "- ")
+    labels = option_labels(tokenizer, count) if labelled else []
+    asked = encode(tokenizer, f"{lead}{question.type} question: {plain(tokenizer, question.instructions)}{tail}")
+    texts = [plain(tokenizer, text) for text in question.rendered]
+    # a line break would end the option's line
+    texts = [encode(tokenizer, bullet + (text if masked else text.replace("\n", " "))) for text in texts]
+    if labels:
+        texts = [[label, *text] for label, text in zip(labels, texts, strict=True)]
+    asked, texts = fit(asked, texts, head_max_len, ends=not masked)
+    check_distinct(question, [text[len(labels) > 0 :] for text in texts])
+    options = [[readout, *text] if masked else [*text, readout] for text in texts]
+    closing = [sep] if masked else []
     parts = {
-        "prefix": (cls if masked else encode(tokenizer, START)) + encode(tokenizer, "User:"),
+        "prefix": [start, *encode(tokenizer, "User:")],
         "image": run * frames,
-        "question": asked + sep * masked,
-        "options": [token for option in options for token in option] + sep * masked,
+        "question": asked + closing,
+        "options": [token for option in options for token in option] + closing,
         "cue": encode(tokenizer, f"{END}\nAssistant:"),
-        "readouts": labels or newline * count,
-        "state": sep * masked,
+        "readouts": labels or [readout] * count,
+        "state": [],
     }
     room = max_len - sum(len(parts[name]) for name in LAYOUTS[layout])
     if room < 0:
@@ -281,7 +309,9 @@ def build_row(
             f"The row needs {max_len - room} tokens but the model reads {max_len}: use fewer frames ({frames} now), "
             "fewer or shorter options, or a shorter question."
         )
-    parts["state"] = encode(tokenizer, state_text(state))[:room] + parts["state"]
+    if state not in (None, "", {}):
+        said = encode(tokenizer, plain(tokenizer, state_text(state)))
+        parts["state"] = [*said[: max(0, room - 1)], sep][:room] if masked else said[:room]
 
     ids: list[int] = []
     segments: list[Segment] = []
@@ -323,41 +353,82 @@ def option_labels(tokenizer: Tokenizer, count: int) -> list[int]:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    """A layout's own text as token ids; what a caller says goes through `plain` first."""
     return tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def state_text(state: str | Mapping | None) -> str:
-    """A state as text: a mapping becomes JSON, None the empty text; special tokens in it become spaces."""
-    if isinstance(state, Mapping):
-        state = json.dumps(state, ensure_ascii=False)
-    return _plain(state or "")
-
-
-def _option_texts(tokenizer: Tokenizer, question: Question, bullet: str = "") -> list[list[int]]:
-    return [encode(tokenizer, bullet + _plain(text).replace("\n", " ")) for text in question.rendered]
-
-
-def _fit(
-    asked: list[int], texts: list[list[int]], marked: Callable[[list[int]], list[int]], budget: int
-) -> tuple[list[int], list[list[int]]]:
-    """Question and options cut to `budget` tokens together; `marked` adds its readout, one token, to an option's text."""
-    options = [marked(text[: OPTION_LIMIT - 1]) for text in texts]
-    if budget - sum(map(len, options)) < MIN_QUESTION:
-        each = max(MIN_OPTION, (budget - MIN_QUESTION) // len(options))
-        options = [marked(text[: each - 1]) for text in texts]
-    room = budget - sum(map(len, options))
-    if room < MIN_QUESTION:
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that a layout is built of; InputError where the tokenizer splits it, or does not know it."""
+    ids = encode(tokenizer, token)
+    if len(ids) != 1:
         raise InputError(
-            f"{len(options)} options leave {max(room, 0)} of {budget} tokens for the question, which needs "
-            f"{MIN_QUESTION}: use fewer options."
+            f"The tokenizer reads {token!r} as {len(ids)} tokens, and a layout needs it as one: use the tokenizer that the "
+            "checkpoint was trained with."
         )
-    if len(asked) > room:
-        asked = asked[: room // 2] + asked[len(asked) - (room - room // 2) :]
-    return asked, options
+    return ids[0]
 
 
-def _plain(text: str) -> str:
-    """Text whose special tokens became spaces, so that it cannot place an image or end an utterance."""
-    for token in (START, "<|im_end|>", "<|endoftext|>", FAKE, IMAGE, GLOBAL, END, CLS, SEP, MASK):
-        text = text.replace(token, " ")
+def plain(tokenizer: Tokenizer, text: str) -> str:
+    """`text` with every added token of the tokenizer (special tokens among them) turned into a space.
+
+    Added tokens of white space alone stay: they are text. For whatever tokenizer is in use, so that no text can place an
+    image, mask an option or end an utterance.
+    """
+    added = _added(tokenizer, tokenizer.get_vocab_size())
+    while (cleaned := added.sub(" ", text)) != text:  # what is left around a token may be another one
+        text = cleaned
     return text
+
+
+@functools.lru_cache(maxsize=16)
+def _added(tokenizer: Tokenizer, size: int) -> re.Pattern:
+    """The added tokens of a tokenizer of `size` entries, longest first; by its size one that grew is read anew."""
+    tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content.strip()]
+    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+
+
+def state_text(state) -> str:
+    """A state as text: a text as it is, None as the empty one, a table or a list (a conversation's turns) as JSON.
+
+    Raises InputError for anything else, and for what JSON does not hold.
+    """
+    if state is None or isinstance(state, str):
+        return state or ""
+    try:
+        if isinstance(state, Mapping | list | tuple):
+            return json.dumps(dict(state) if isinstance(state, Mapping) else state, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InputError(f"A state is written as JSON, which cannot hold this one ({error}).") from None
+    raise InputError(f"A state is a text, a table or a list of turns, not {state!r:.60}.")
+
+
+def fit(
+    asked: Sequence[int], texts: Sequence[Sequence[int]], budget: int, ends: bool
+) -> tuple[list[int], list[list[int]]]:
+    """Question and option texts cut to `budget` tokens together, each option's readout counted, by the published rule.
+
+    An option keeps 48 tokens. Where less than 16 would be left for the question, each gets an even share. A question
+    still too long keeps what is left, 8 tokens at least: its start, or with `ends` its first and last halves.
+    """
+    options = [list(text[:OPTION_LIMIT]) for text in texts]
+    room = budget - sum(len(option) + 1 for option in options)
+    if room < QUESTION_ROOM:
+        share = max(4 if ends else 3, (budget - QUESTION_ROOM) // len(options) - 1)
+        options = [option[:share] for option in options]
+        room = budget - sum(len(option) + 1 for option in options)
+    room = max(LEAST_QUESTION, room)
+    if len(asked) > room:
+        asked = [*asked[: room // 2], *asked[len(asked) - (room - room // 2) :]] if ends else asked[:room]
+    return list(asked), options
+
+
+def check_distinct(question: Question, options: Sequence[Sequence[int]]) -> None:
+    """Raise InputError that names two options which are read as the same tokens: no model could tell them apart."""
+    first: dict[tuple, str] = {}
+    for name, option in zip(question.names, map(tuple, options), strict=True):
+        if option in first:
+            raise InputError(
+                f"The options {first[option]!r} and {name!r} are read as the same {len(option)} tokens; give them texts "
+                "that differ early (long options, and many, are cut)."
+            )
+        first[option] = name

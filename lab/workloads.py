@@ -19,7 +19,8 @@ A file with one workload may leave the table's name out: the file's name is take
 import hashlib
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -30,6 +31,8 @@ QUESTION_TYPES = ("choice", "score", "noul")
 MAX_OPTIONS = 255
 MAX_FRAMES = 8
 CAMERAS = " + "  # between the sources of several cameras
+# What the published prompt says of a noul's options where the question says nothing.
+NOUL_TEXTS = {"false": "no, the statement does not hold", "true": "yes, the statement holds"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class Question:
     type: str
     instructions: str
     options: tuple[tuple[str, str], ...] = ()
+    _rendered: tuple[str, ...] = field(init=False, repr=False)
 
     def __init__(self, type: str, instructions: str, options: Mapping[str, str | None] | Sequence[str] = ()):
         if type not in QUESTION_TYPES:
@@ -78,6 +82,11 @@ class Question:
         object.__setattr__(self, "type", type)
         object.__setattr__(self, "instructions", instructions)
         object.__setattr__(self, "options", pairs)
+        said = ((name, text or (NOUL_TEXTS[name] if type == "noul" else "")) for name, text in pairs)
+        texts = tuple(f"{name}: {text}" if text else name for name, text in said)
+        if type == "score":
+            texts = tuple(f"level {i}: {text}" for i, text in enumerate(texts))
+        object.__setattr__(self, "_rendered", texts)
 
     @property
     def names(self) -> list[str]:
@@ -85,13 +94,17 @@ class Question:
 
     @property
     def rendered(self) -> list[str]:
-        """Each option's text as the model reads it: `NAME: description`; for a score, `level i: ...`."""
-        texts = [f"{name}: {text}" if text else name for name, text in self.options]
-        return [f"level {i}: {text}" for i, text in enumerate(texts)] if self.type == "score" else texts
+        """Each option's text as the model reads it: `NAME: description`; for a score `level i: ...`. A noul's options
+        without a description have the published ones."""
+        return list(self._rendered)
 
     def reordered(self, order: Sequence[int]) -> "Question":
-        """The same question with its options in another order; `order[i]` is the old place of the new option i."""
-        return Question(self.type, self.instructions, dict(self.options[i] for i in order))
+        """The same question with its options in another order; `order[i]` is the old place of the new option i. Each is
+        still read as before: a score's level keeps its number."""
+        other = copy(self)
+        for name in ("options", "_rendered"):
+            object.__setattr__(other, name, tuple(getattr(self, name)[i] for i in order))
+        return other
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ def test_a_mask_row_reads_each_option_at_the_marker_in_front_of_it(tokenizer):
     assert np.flatnonzero(row.ids == mask).tolist() == row.readouts.tolist()
     assert len(row.readouts) == 3 and row.option_span[0] == row.readouts[0]
     texts = np.split(row.ids[: row.option_span[1]], row.readouts)[1:]
-    assert [tokenizer.decode(ids[1:].tolist()) for ids in texts] == QUESTION.rendered
+    assert [tokenizer.decode(ids[1:].tolist()) for ids in texts] == [f" {text}" for text in QUESTION.rendered]
     assert [segment.name for segment in row.segments] == ["prefix", "image", "question", "options", "state"]
     ends = [row.segment(name).stop - 1 for name in ("question", "options", "state")]
     assert np.flatnonzero(row.ids == sep).tolist() == ends and ends[-1] == len(row) - 1

@@ -216,8 +216,8 @@ def test_each_row_of_a_batch_is_answered_as_alone(golden, kind):
 
 
 def test_without_the_two_way_mask_the_answers_are_others(golden):
-    one_way = QuestionFirstStep(golden, question(), option_attention="causal")
-    assert compare_answers(QuestionFirstStep(golden, question()), one_way, eight()).max_logit > 0.1
+    two_way, one_way = (QuestionFirstStep(golden, question(), option_attention=name) for name in ("block", "causal"))
+    assert compare_answers(two_way, one_way, eight()).max_logit > 0.1
 
 
 @pytest.mark.parametrize(

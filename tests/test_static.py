@@ -213,7 +213,7 @@ def test_an_explicit_mask_changes_nothing_on_the_cpu(golden):
 
 
 def test_parity_sees_a_flip(golden):
-    eager, other = EagerStep(golden, question()), EagerStep(golden, question(), option_attention="causal")
+    eager, other = (EagerStep(golden, question(), option_attention=name) for name in ("causal", "block"))
     parity = compare_answers(eager, other, [FRAMES[name][None, None] for name in SINGLE])
     assert parity.n == len(SINGLE) and parity.max_logit > 0.1
     assert 0 < parity.flips.value <= 1 and parity.flips.low <= parity.flips.value <= parity.flips.high
@@ -225,7 +225,7 @@ def test_games_say_where_they_diverge(golden):
     same = compare_games(eager, static, "atari:Breakout", max_decisions=20)
     assert same.diverged == [None]
     other = compare_games(
-        eager, EagerStep(golden, asked, option_attention="causal"), "atari:Breakout", max_decisions=40, choose="sampled"
+        eager, EagerStep(golden, asked, option_attention="block"), "atari:Breakout", max_decisions=40, choose="sampled"
     )
     assert other.diverged[0] is not None
 

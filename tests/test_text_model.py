@@ -11,12 +11,12 @@ import lab
 from lab.envs.snake import NAMES, boards
 from lab.envs.snake import Snake as Game
 from lab.envs.snake_prompts import decide, prompt
-from lab.errors import InputError
+from lab.errors import InputError, NotFinite
 from lab.models.heads import answer_features
 from lab.models.text import TRAINED, load_text_model, text_preset
 from lab.question_tokens import TextPrompt
 from lab.steps.compiled import compiler
-from lab.steps.text import NotFinite, TextStep
+from lab.steps.text import TextStep
 
 LONG = " ".join(f"word{i}" for i in range(150))
 needs_compiler = pytest.mark.skipif(not compiler(), reason="no C++ compiler here")

@@ -103,14 +103,17 @@ def test_a_text_cannot_add_image_tokens(tokenizer):
 def test_options_keep_48_tokens_and_the_state_what_is_left(tokenizer):
     question = lab.Question("choice", "Which?", {"a": "word " * 100, "b": "no"})
     row = build_row(tokenizer, question, state="x " * 3000)
-    assert row.readouts[0] - row.option_span[0] + 1 == 48
+    assert row.readouts[0] - row.option_span[0] == 48  # the line break that ends it not counted, as published
     assert len(row) == 1024
 
 
 @pytest.mark.parametrize(
     ("options", "frames", "words"),
     [
-        ([f"option {i}" for i in range(100)], 1, "100 options leave 0 of 256"),
+        ([f"option {i}" for i in range(100)], 1, "'option 1' and 'option 10' are read as the same 4 tokens"),
+        (["<image>", "<global-img>"], 1, "'<image>' and '<global-img>' are read as the same"),
+        (["A\nB", "A B"], 1, r"'A\\nB' and 'A B' are read as the same"),
+        (["word " * 60 + "left", "word " * 60 + "right"], 1, "are read as the same 48 tokens"),
         (["a", "b"], 9, "9 frames per decision"),
     ],
 )

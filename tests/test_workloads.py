@@ -20,7 +20,10 @@ def test_options_render_as_name_and_description():
     assert question.rendered == ["LEFT: move left", "WAIT"]
     assert question.names == ["LEFT", "WAIT"]
     assert lab.Question("score", "How much?", ["none", "all"]).rendered == ["level 0: none", "level 1: all"]
-    assert lab.Question("noul", "Is it?", {"true": "it is"}).rendered == ["false", "true: it is"]
+    assert lab.Question("noul", "Is it?", {"true": "it is"}).rendered == [
+        "false: no, the statement does not hold",  # the published prompt's words where the question has none
+        "true: it is",
+    ]
     assert question.reordered([1, 0]).names == ["WAIT", "LEFT"]
 
 

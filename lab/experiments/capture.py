@@ -158,4 +158,4 @@ def _rebatched(step, batch: int):
     """The same static step for another batch."""
     from lab.steps import StaticStep
 
-    return StaticStep(step.model, step.question, step.frames, batch, step.option_attention)
+    return StaticStep(step.model, step.question, step.frames, batch, step.setting.option_attention)

@@ -40,7 +40,7 @@ def trained_step(model, question: Question, sizes: Sequence[int] = SIZES):
 
     kind = QuestionFirstStep if model.config.layout == "question_first" else StaticStep
     return PaddedStep(
-        lambda batch: kind(model, question, batch=batch, option_attention=model.config.option_attention, capture=False),
+        lambda batch: kind(model, question, batch=batch, capture=False),
         sizes,
         keep=len(sizes),
         name=model.name,

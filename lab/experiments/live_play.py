@@ -148,9 +148,9 @@ def watch(
     as there can be where it is not drawn). Ctrl-C ends it after the decision. The exit code: 130 after Ctrl-C, 1 where
     the model's answer was none, else 0."""
     from lab.envs.snake_prompts import NoMove
+    from lab.errors import NotFinite
     from lab.live_snake import FPS
     from lab.live_snake import watch as watch_snake
-    from lab.steps.text import NotFinite
 
     try:
         if is_snake(session.source):

@@ -99,7 +99,7 @@ class ModelPlayer:
         workload = workload_for(env.source, model)
         if set(workload.question.names) != set(env.actions):
             raise InputError(f"The question of {workload.name} does not offer the actions of {env.source}.")
-        self.step = step or StaticStep(load_model(model), workload.question, option_attention="block")
+        self.step = step or StaticStep(load_model(model), workload.question)
         self.places = [env.actions.index(name) for name in workload.question.names]
         self.fire = env.actions.index("FIRE") if "FIRE" in env.actions else None
         self.env, self.lives, self.seconds = env, None, 0.0

@@ -171,8 +171,8 @@ def _parity(steps: list, inputs) -> list:
         twin = whole
         if isinstance(step, QuestionFirstStep):
             twin = QuestionFirstStep(
-                step.model, step.question, step.frames, step.batch, step.layout, cache=None, capture=False,
-                option_attention="causal", name=f"{step.layout}, uncached",
+                step.model, step.question, step.frames, step.batch, step.setting.layout, cache=None, capture=False,
+                option_attention="causal", name=f"{step.setting.layout}, uncached",
             )  # fmt: skip
         found.append(compare_answers(twin, step, inputs))
     return found

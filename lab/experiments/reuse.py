@@ -195,7 +195,7 @@ def per_patch_share(model) -> dict[str, float]:
     before = count(vision.embeddings.patch_embedding, pixels)
     before += sum(count(layer, rows) for layer in (attention.q_proj, attention.k_proj, attention.v_proj))
     workload = next(iter(load_workloads().values()))
-    step = EagerStep(model, workload.question, frames=1, option_attention="block", pixels="device")
+    step = EagerStep(model, workload.question, frames=1)
     whole = stage_costs(step, np.zeros((1, 1, 210, 160, 3), np.uint8))["total"].flops
     return {"per_patch": float(before), "decision": float(whole), "share": before / whole}
 
@@ -230,7 +230,7 @@ def timing(
     """
     workload = workload_for(source, model)
     frames = new_frames(source, seed=seed)
-    step = StaticStep(loaded or load_model(model), workload.question, option_attention="block")
+    step = StaticStep(loaded or load_model(model), workload.question)
     tables = []
     for title, inputs in ((NEW, frames), (SAME, frames[:1])):
         last = LastAnswerStep(step)

@@ -1,7 +1,11 @@
 """Where models come from: presets, checkpoint folders in the published naming, hub names."""
 
+import functools
 import json
+import math
 import sys
+import warnings
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -11,8 +15,23 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 
 from lab.errors import InputError
-from lab.models.vision import DTYPES, OPTION_ATTENTION, DecisionConfig, DecisionModel
-from lab.tokens import SMOLVLM_TOKENS, TEXT_VOCABULARY, cache_folder, offline_weights, write_atomically
+from lab.models.vision import DTYPES, OPTION_ATTENTION, READOUTS, DecisionConfig, DecisionModel
+from lab.pixels import INTERPOLATIONS, PREPROCESS
+from lab.tokens import (
+    END,
+    FAKE,
+    GLOBAL,
+    IMAGE,
+    SMOLVLM_TOKENS,
+    START,
+    TEXT_VOCABULARY,
+    cache_folder,
+    load_tokenizer,
+    offline_weights,
+    read_tokenizer,
+    token_id,
+    write_atomically,
+)
 from lab.workloads import DATA, QUESTION_TYPES
 
 VOCABULARY = TEXT_VOCABULARY + len(SMOLVLM_TOKENS)
@@ -58,8 +77,17 @@ POCKET = {
 # Trained checkpoints that come with the package, by the layout that their text model was taught in.
 TRAINED = {"pocket": DATA / "pocket" / "terminator", "pocket-question-first": DATA / "pocket" / "question_first"}
 KNOWN = (*PRESETS, *TRAINED)
-BACKBONES = ("smolvlm", "idefics3")
-CHECKPOINT = ("vlm_agent_config.json", "backbone/config.json", "model.safetensors")
+# Backbones by where a decision is read out in them.
+BACKBONES = {"smolvlm": "terminator", "idefics3": "terminator", "modernvbert": "mask"}
+CONFIG, BACKBONE, WEIGHTS, HEAD = (
+    "vlm_agent_config.json",
+    "backbone/config.json",
+    "model.safetensors",
+    "head.safetensors",
+)
+TOKENIZER = ("processor/tokenizer.json", "processor/tokenizer_config.json")
+# What a model without a checkpoint is asked with: the options see each other, the device resizes.
+FRESH = {"option_attention": "block", "preprocess": "gpu"}
 
 
 def load_model(
@@ -68,11 +96,13 @@ def load_model(
     """A decision model in evaluation mode.
 
     `name` is a preset (`smolvlm-256m`, `tiny`), a trained checkpoint that comes with the package (`pocket`,
-    `pocket-question-first`; see `lab.training`), a folder with a checkpoint in the published naming or with a SmolVLM
-    backbone alone, or a hub name of either (a backbone gets fresh heads from `seed`). For the preset `smolvlm-256m` the
+    `pocket-question-first`; see `lab.training`), a folder with a checkpoint in the published naming (with all weights, or
+    with the heads alone beside the name of their backbone) or with a backbone alone, or a hub name of either (a backbone
+    gets fresh heads from `seed`). For the preset `smolvlm-256m` the
     text model takes SmolLM2-135M-Instruct's weights from the offline package (4-bit, dequantised) and the rest is random
     from `seed`; with `weights="random"` all of it is. `dtype` (`fp32`, `bf16`) is the backbone's, heads are fp32. Raises
-    InputError for an unknown name, device or dtype, for missing weights, and for a checkpoint with missing or extra keys.
+    InputError for an unknown name, device or dtype, for missing weights, and for a checkpoint that does not fit: missing or
+    extra keys, weights that are not finite, settings that cannot be, a tokenizer without the layout's tokens.
     """
     if dtype not in DTYPES:
         raise InputError(f"dtype is {dtype!r}; choose one of {', '.join(DTYPES)}.")
@@ -125,7 +155,7 @@ def _seeded(seed: int):
 
 def pocket_model(seed: int, layout: str = "terminator") -> DecisionModel:
     """An untrained pocket model, weights from `seed`, for training."""
-    config = DecisionConfig(image_size=POCKET["image_size"], option_attention="block", head_layers=1, layout=layout)
+    config = DecisionConfig(image_size=POCKET["image_size"], head_layers=1, layout=layout, **FRESH)
     return _build(POCKET, config, seed, "pocket")
 
 
@@ -154,7 +184,7 @@ def _build(shape: dict, config: DecisionConfig, seed: int, name: str) -> Decisio
 
 def _preset(name: str, seed: int, weights: str) -> DecisionModel:
     shape = PRESETS[name]
-    model = _build(shape, DecisionConfig(image_size=shape["image_size"]), seed, name)
+    model = _build(shape, DecisionConfig(image_size=shape["image_size"], **FRESH), seed, name)
     if name == "smolvlm-256m" and weights == "default":
         kept = _offline_text_weights(model.encoder.text_model)
         embedding = kept.pop("embed_tokens.weight")
@@ -188,60 +218,121 @@ def _offline_text_weights(text_model) -> dict[str, torch.Tensor]:
 
 def _backbone_alone(folder: Path) -> bool:
     """Whether a folder holds a backbone as transformers saves it, and no decision checkpoint."""
-    return (folder / "config.json").is_file() and not (folder / "vlm_agent_config.json").is_file()
+    return (folder / "config.json").is_file() and not (folder / CONFIG).is_file()
 
 
 def _folder(folder: Path) -> DecisionModel:
-    from transformers import AutoConfig, AutoModel
+    from transformers import AutoModel
 
-    for needed in CHECKPOINT:
+    alone = (folder / HEAD).is_file() and not (folder / WEIGHTS).is_file()
+    for needed in (CONFIG, HEAD) if alone else (CONFIG, BACKBONE, WEIGHTS):
         if not (folder / needed).is_file():
             raise InputError(f"The folder {folder} holds no {needed}, so it is no decision checkpoint.")
-    config = _decision_config(folder / "vlm_agent_config.json")
-    try:
-        backbone = AutoConfig.from_pretrained(folder / "backbone")
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{folder}/backbone/config.json cannot be read as a backbone's config: {reason}") from None
-    if backbone.model_type not in BACKBONES:
-        raise InputError(
-            f"The backbone in {folder} is a {backbone.model_type!r}; decision checkpoints here are {' or '.join(BACKBONES)}."
-        )
-    added = tuple(SMOLVLM_TOKENS)
-    if (folder / "added_tokens.json").is_file():
-        ids = _json_table(folder / "added_tokens.json")
-        if set(ids.values()) != set(range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids))):
-            raise InputError(
-                f"{folder}/added_tokens.json must number its tokens from {TEXT_VOCABULARY} on, without gaps."
-            )
-        added = tuple(sorted(ids, key=ids.get))
+    said = json_table(folder / CONFIG)
     with _seeded(0):
-        model = DecisionModel(AutoModel.from_config(backbone), config, f"checkpoint {folder.name}", folder.name, added)
-    state = _read_state(folder / "model.safetensors", model.state_dict())
-    missing, extra = set(model.state_dict()) - set(state), set(state) - set(model.state_dict())
+        if alone:
+            encoder, weights = _named_backbone(folder, said)
+        else:
+            weights, shape = f"checkpoint {folder.name}", _backbone_config(folder)
+            encoder = AutoModel.from_config(shape, trust_remote_code=False)
+        config = _decision_config(folder / CONFIG, said, encoder.config)
+        tokenizer, markers = _own_tokenizer(folder, config, encoder.config)
+        model = DecisionModel(encoder, config, weights, folder.name, tokenizer, markers, folder)
+    expected = model.state_dict()
+    state = read_state(folder / (HEAD if alone else WEIGHTS), expected)
+    missing, extra = set(expected) - set(state), set(state) - set(expected)
+    if alone:
+        missing = {name for name in missing if not name.startswith("encoder.")}
+    file = f"{folder}/{HEAD if alone else WEIGHTS}"
     if missing or extra:
         said = [
             f"{len(keys)} {word} ({min(keys)}, ...)" for keys, word in ((missing, "missing"), (extra, "extra")) if keys
         ]
-        raise InputError(f"{folder}/model.safetensors does not fit this model: {' and '.join(said)}.")
+        raise InputError(f"{file} does not fit this model: {' and '.join(said)}.")
     for name, value in state.items():
-        if value.shape != model.state_dict()[name].shape:
-            raise InputError(
-                f"{folder}/model.safetensors: {name} is {tuple(value.shape)}, the config says "
-                f"{tuple(model.state_dict()[name].shape)}."
-            )
-    model.load_state_dict({name: value.float() for name, value in state.items()})
+        if value.shape != expected[name].shape:
+            raise InputError(f"{file}: {name} is {tuple(value.shape)}, the config says {tuple(expected[name].shape)}.")
+    model.load_state_dict({name: value.float() for name, value in state.items()}, strict=not alone)
     return model
 
 
-def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
+def _backbone_config(folder: Path):
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder / "backbone", trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"{folder}/{BACKBONE} cannot be read as a backbone's config: {reason}") from None
+    _check_backbone(config.model_type, f"The backbone in {folder}")
+    return config
+
+
+def _check_backbone(model_type: str, what: str) -> None:
+    if model_type not in BACKBONES:
+        raise InputError(f"{what} is a {model_type!r}; decision checkpoints here are {' or '.join(BACKBONES)}.")
+
+
+def _named_backbone(folder: Path, said: dict):
+    """The backbone that a checkpoint of heads alone names, by a folder beside it or a hub name, and the weights in words."""
+    named = said.get("backbone")
+    if not isinstance(named, str) or not named:
+        raise InputError(f"{folder}/{CONFIG} names no backbone, which heads alone need; add the key 'backbone'.")
+    beside = folder / named
+    encoder = _pretrained(str(beside) if beside.is_dir() else named, said.get("backbone_revision"))
+    return encoder, f"heads of checkpoint {folder.name} on {named}"
+
+
+def _own_tokenizer(folder: Path, config: DecisionConfig, backbone) -> tuple[Callable, tuple[str, ...]]:
+    """What makes the checkpoint's tokenizer, and the markers of its `mask` layout.
+
+    Its own in `processor/` where there is one; else SmolLM2's vocabulary with the tokens of `added_tokens.json`, by default
+    SmolVLM's. Raises InputError where a token that the layout needs is not exactly one token, or the image's has another
+    number than the backbone gives it: the row would say something else than what was taught.
+    """
+    masked = config.readout == "mask"
+    markers, added = (), tuple(SMOLVLM_TOKENS)
+    if (folder / TOKENIZER[0]).is_file():
+        tokenizer, named = read_tokenizer(folder / "processor", ("cls", "sep", "mask") if masked else ())
+        make, markers = (lambda: tokenizer), tuple(named.values())
+    elif masked:
+        raise InputError(f"{folder} reads out at masks and holds no {TOKENIZER[0]}, which says what its markers are.")
+    else:
+        if (folder / "added_tokens.json").is_file():
+            ids = json_table(folder / "added_tokens.json")
+            if sorted(map(str, ids.values())) != sorted(map(str, range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids)))):
+                raise InputError(
+                    f"{folder}/added_tokens.json must number its tokens from {TEXT_VOCABULARY} on, without gaps."
+                )
+            added = tuple(sorted(ids, key=ids.get))
+        make = functools.partial(load_tokenizer, added)
+        tokenizer = make()
+    try:
+        for token in (FAKE, IMAGE, GLOBAL, *(markers if masked else (START, END, "\n"))):
+            token_id(tokenizer, token)
+    except InputError as error:
+        raise InputError(f"{folder}: {error}") from None
+    place = getattr(backbone, "image_token_id", None)
+    if place is not None and token_id(tokenizer, IMAGE) != place:
+        raise InputError(
+            f"{folder}: the tokenizer numbers {IMAGE} {token_id(tokenizer, IMAGE)}, the backbone {place}; use the tokenizer "
+            "that the checkpoint was trained with."
+        )
+    return make, markers
+
+
+def read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
     """All tensors of a file; the rest of a table stored as `<name>.ids` and `<name>.rows` is as
-    expected, that is as it was before training, from a seed."""
+    expected, that is as it was before training, from a seed. InputError for a file that cannot be read, and for weights
+    that are not real and finite: no answer of theirs would be one."""
     try:
         with safe_open(path, "pt") as file:
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except Exception as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
+    for name, value in state.items():
+        if value.is_complex() or not value.float().isfinite().all():
+            raise InputError(f"{path}: {name} holds weights that are not finite numbers; take a sound copy.")
     for name in [name.removesuffix(".ids") for name in state if name.endswith(".ids")]:
         if f"{name}.rows" not in state:
             raise InputError(f"{path} holds {name}.ids but no {name}.rows; it is not complete.")
@@ -255,24 +346,64 @@ def _read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
     return state
 
 
-def _decision_config(path: Path) -> DecisionConfig:
-    said = _json_table(path)
-    said = {field.name: said[field.name] for field in fields(DecisionConfig) if field.name in said}
+def _decision_config(path: Path, said: dict, backbone) -> DecisionConfig:
+    """A checkpoint's settings, checked; what it leaves out is as in the published loader."""
+    said = {key: value for key, value in said.items() if value is not None}
     # The old name of block attention.
     if said.get("option_attention") == "bidirectional":
         said["option_attention"] = "block"
-    if said.get("option_attention", "causal") not in OPTION_ATTENTION:
-        raise InputError(f"{path}: option_attention is {said['option_attention']!r}; it is causal or block.")
-    for field in fields(DecisionConfig):
-        if field.type is int and type(said.get(field.name, 0)) is not int:
-            raise InputError(f"{path}: {field.name} is {said[field.name]!r}; it is a whole number.")
-    temperature = said.get("temperature", [1.0] * len(QUESTION_TYPES))
-    if not isinstance(temperature, list) or len(temperature) != len(QUESTION_TYPES):
-        raise InputError(f"{path}: temperature is {temperature!r}; it is a list, one for {', '.join(QUESTION_TYPES)}.")
-    return DecisionConfig(**{**said, "temperature": tuple(temperature)})
+    readout = said.setdefault("readout", BACKBONES[backbone.model_type])
+    said.setdefault("layout", READOUTS.get(readout, [""])[0])
+    for name, known in (
+        ("readout", READOUTS),
+        ("layout", READOUTS.get(readout, ())),
+        ("option_attention", OPTION_ATTENTION if readout == "terminator" else ("causal",)),
+        ("preprocess", PREPROCESS),
+        ("image_interpolation", INTERPOLATIONS),
+    ):
+        if name in said and said[name] not in list(known):
+            raise InputError(f"{path}: {name} is {said[name]!r}; with readout {readout!r} it is {' or '.join(known)}.")
+    if BACKBONES[backbone.model_type] != readout:
+        raise InputError(
+            f"{path}: a {backbone.model_type} backbone reads out at {BACKBONES[backbone.model_type]!r}, not at {readout!r}."
+        )
+    for name, least in (("max_len", 1), ("head_max_len", 1), ("head_layers", 0), ("n_act", 1), ("image_split_edge", 0)):
+        if type(said.get(name, least)) is not int or said.get(name, least) < least:
+            raise InputError(f"{path}: {name} is {said[name]!r}; it is a whole number of {least} or more.")
+    if type(said.get("image_size", 512)) is not int:
+        raise InputError(f"{path}: image_size is {said['image_size']!r}; it is a whole number.")
+    if said.get("image_split_edge") and said.get("preprocess") == "gpu":
+        raise InputError(f"{path} splits images, which only preprocess 'processor' does, and says preprocess 'gpu'.")
+    heat = temperatures(path, said)
+    return DecisionConfig(**{f.name: said[f.name] for f in fields(DecisionConfig) if f.name in said} | heat)
 
 
-def _json_table(path: Path) -> dict:
+def temperatures(path: Path, said: dict, limits: tuple[float, float] | None = None) -> dict:
+    """`temperature` and `temperature_by_options` of a checkpoint's config `path`, which holds `said`.
+
+    Raises InputError for what is no finite number above 0, and for types missing. Where some lie outside of `limits`, a
+    warning says so: they are kept as they are, and brought within when used.
+    """
+    by_type = said.get("temperature", [1.0] * len(QUESTION_TYPES))
+    by_options = said.get("temperature_by_options", {})
+    if not isinstance(by_type, list) or len(by_type) != len(QUESTION_TYPES):
+        raise InputError(f"{path}: temperature is {by_type!r}; it is a list, one for {', '.join(QUESTION_TYPES)}.")
+    if not isinstance(by_options, dict):
+        raise InputError(
+            f"{path}: temperature_by_options is {by_options!r}; it is a table such as {{'choice:2': 1.0}}."
+        )
+    named = dict(zip(QUESTION_TYPES, by_type, strict=True)) | by_options
+    for name, value in named.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise InputError(f"{path}: the temperature of {name} is {value!r}; it is a number above 0.")
+    outside = {name: value for name, value in named.items() if limits and not limits[0] <= value <= limits[1]}
+    if outside:
+        listed = ", ".join(f"{name} {value:g}" for name, value in outside.items())
+        warnings.warn(f"{path}: temperatures are kept within {limits[0]:g} to {limits[1]:g}: {listed}.", stacklevel=2)
+    return {"temperature": tuple(by_type), "temperature_by_options": by_options}
+
+
+def json_table(path: Path) -> dict:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -283,8 +414,6 @@ def _json_table(path: Path) -> dict:
 
 
 def _hub(name: str, seed: int) -> DecisionModel:
-    from transformers import AutoModel
-
     if "/" not in name and not Path(name).is_dir():
         raise InputError(
             f"Unknown model {name!r}: it is no model of ours ({', '.join(KNOWN)}), no folder, and no hub name (owner/name)."
@@ -293,20 +422,32 @@ def _hub(name: str, seed: int) -> DecisionModel:
         model = _folder(released)
         model.name, model.weights = name, f"checkpoint {name}"
         return model
+    encoder = _pretrained(name)
+    if BACKBONES[encoder.config.model_type] != "terminator":
+        raise InputError(f"{name} is a {encoder.config.model_type!r}, whose markers only a decision checkpoint names.")
+    with _seeded(seed):
+        return DecisionModel(encoder, DecisionConfig(**FRESH), f"{name}; heads random, seed {seed}", name)
+
+
+def _pretrained(name: str, revision: str | None = None):
+    """A backbone with its weights, from a folder or the hub, in fp32."""
+    from transformers import AutoModel
+
     try:
-        encoder = AutoModel.from_pretrained(name, dtype=torch.float32)
+        encoder = AutoModel.from_pretrained(
+            name, revision=revision, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
+        )
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(
             f"The model {name!r} is no folder here, not in the hub's cache, and the hub did not give it ({reason}); "
             f"name one of ours ({', '.join(KNOWN)}) or a checkpoint folder, or fetch it where there is a network."
         ) from None
-    if encoder.config.model_type not in BACKBONES:
-        raise InputError(
-            f"{name} is a {encoder.config.model_type!r}; decisions are taken with {' or '.join(BACKBONES)}."
-        )
-    with _seeded(seed):
-        return DecisionModel(encoder, DecisionConfig(), f"{name}; heads random, seed {seed}", name)
+    _check_backbone(encoder.config.model_type, name)
+    for part, value in encoder.state_dict().items():
+        if not value.isfinite().all():
+            raise InputError(f"{name}: {part} holds weights that are not finite numbers; take a sound copy.")
+    return encoder
 
 
 def _released(name: str) -> Path | None:
@@ -316,7 +457,8 @@ def _released(name: str) -> Path | None:
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        hf_hub_download(name, CHECKPOINT[0])
-        return Path(snapshot_download(name, allow_patterns=[*CHECKPOINT, "added_tokens.json"]))
+        hf_hub_download(name, CONFIG)
+        wanted = [CONFIG, BACKBONE, WEIGHTS, HEAD, *TOKENIZER, "added_tokens.json"]
+        return Path(snapshot_download(name, allow_patterns=wanted))
     except (OSError, ValueError, HfHubHTTPError):
         return None

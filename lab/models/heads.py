@@ -4,6 +4,7 @@ Structure and parameter names are the published decision model's (8,462,659 adde
 fp32 whatever the backbone's dtype.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from lab.errors import NotFinite
 from lab.workloads import QUESTION_TYPES, Question
 
 HEAD_WIDTH = 64
@@ -74,23 +76,35 @@ def answer_features(logits: Tensor, present: Tensor | None = None) -> Tensor:
     if present is not None:
         counts = present.sum(-1).clamp_min(2).float()
         return torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy / counts.log(), counts / 255], dim=-1)
-    entropy = entropy / float(np.log(count))
+    entropy = entropy / math.log(count)
     return pad(torch.stack([top[:, 0], top[:, 0] - top[:, 1], entropy], dim=-1), (0, 1), value=count / 255)
 
 
-def temperature_for(question: Question, by_type: tuple[float, ...], by_options: Mapping[str, float]) -> float:
-    """The softmax temperature: the bucket's (`choice:6-10`) if there is one, else the type's; at least 1e-3."""
-    count = len(question.options)
-    bucket = next(name for most, name in ((2, "2"), (5, "3-5"), (10, "6-10"), (np.inf, "11+")) if count <= most)
+def temperature_for(
+    question: Question,
+    by_type: tuple[float, ...],
+    by_options: Mapping[str, float],
+    limits: tuple[float, float] = (1e-3, math.inf),
+) -> float:
+    """The softmax temperature: the bucket's (`choice:6-10`) if there is one, else the type's, within the limits."""
     type_id = QUESTION_TYPES.index(question.type)
-    return max(float(by_options.get(f"{question.type}:{bucket}", by_type[type_id])), 1e-3)
+    return min(max(float(by_options.get(bucket(question), by_type[type_id])), limits[0]), limits[1])
+
+
+def bucket(question: Question) -> str:
+    """The question's type and number of options as temperatures are kept by: `choice:6-10`."""
+    count = len(question.options)
+    size = next(name for most, name in ((2, "2"), (5, "3-5"), (10, "6-10"), (math.inf, "11+")) if count <= most)
+    return f"{question.type}:{size}"
 
 
 @dataclass(frozen=True)
 class Decisions:
     """The answers to one question on a batch of inputs.
 
-    logits and probabilities fp32 [batch, options]; p_act fp32 [batch]. The rest is derived from them.
+    logits and probabilities fp32 [batch, options]; p_act fp32 [batch]: copies of what is given, which nobody can write
+    to, so that no later decision changes an earlier one. The rest is derived from them. Raises NotFinite where one of
+    them is not a number or infinite.
     """
 
     question: Question
@@ -100,6 +114,15 @@ class Decisions:
     names: list[str] = field(init=False)
 
     def __post_init__(self):
+        for name in ("logits", "probabilities", "p_act"):
+            value = np.array(getattr(self, name))
+            if not np.isfinite(value).all():
+                raise NotFinite(
+                    f"The {name} of an answer are NaN or infinite, so there is no decision; `lab check` says whether the "
+                    "checkpoint's weights are sound, and another dtype may hold what this one cannot."
+                )
+            value.flags.writeable = False
+            object.__setattr__(self, name, value)
         object.__setattr__(self, "names", self.question.names)
 
     def __len__(self) -> int:

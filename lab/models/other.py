@@ -28,9 +28,11 @@ from lab.tokens import (
     TEXT_VOCABULARY,
     Row,
     Segment,
+    check_distinct,
     encode,
     load_tokenizer,
     option_labels,
+    plain,
 )
 from lab.workloads import Question
 
@@ -121,10 +123,14 @@ def _part(model: nn.Module, names: Sequence[str], said: str) -> nn.Module:
 
 
 def ask(question: Question, tokenizer) -> str:
-    """The question as text, a label before each option (A, B, ...), as `lab.tokens.option_labels` counts them."""
+    """The question as text, a label before each option (A, B, ...), as `lab.tokens.option_labels` counts them. What the
+    question says is cleaned of the tokenizer's added tokens; InputError for options that are read alike."""
     labels = [tokenizer.decode([label]).strip() for label in option_labels(tokenizer, len(question.options))]
-    options = [f"{label}. {text}" for label, text in zip(labels, question.rendered, strict=True)]
-    return "\n".join([f"{question.type} question: {question.instructions}", "Options:", *options, "Answer:"])
+    texts = [plain(tokenizer, text) for text in question.rendered]
+    check_distinct(question, [encode(tokenizer, text) for text in texts])
+    options = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
+    asked = f"{question.type} question: {plain(tokenizer, question.instructions)}"
+    return "\n".join([asked, "Options:", *options, "Answer:"])
 
 
 def find_segments(model: OtherModel, question: Question, before: np.ndarray, after: np.ndarray) -> Row:

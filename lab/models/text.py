@@ -4,21 +4,19 @@ Encoder layers are called one by one, with masks made here: the stock forward as
 anything and then drops it, so that a padded row would run another kernel than one that is not.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from lab.errors import InputError
-from lab.models.checkpoints import VOCABULARY, _json_table, _read_state, _seeded, check_device
+from lab.models.checkpoints import VOCABULARY, _seeded, check_device, json_table, read_state, temperatures
 from lab.models.heads import DecisionHeads, temperature_for
 from lab.models.vision import DTYPES
 from lab.question_tokens import PAD, TextTokens
-from lab.workloads import DATA, QUESTION_TYPES, Question
+from lab.workloads import DATA, Question
 
 # The published shapes, `tiny` with both kinds of attention in three layers, and `snake`, which `lab train snake` teaches.
 PRESETS = {
@@ -46,6 +44,7 @@ PUBLISHED = ("english", "multilingual")
 # Checkpoints that come with the package: the same recipe, the second from a tenth of the data.
 TRAINED = {"snake": DATA / "snake" / "whole", "snake-tenth": DATA / "snake" / "tenth"}
 CONFIG = "rl_agent_config.json"
+TEMPERATURES = (0.5, 5.0)  # the published limits: a fitted temperature near 0 would call a coin flip certain
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class TextModel(DecisionHeads):
         return self.score(self.encode(embeds, mask), types, readouts, first, mask, present)
 
     def temperature_of(self, question: Question) -> float:
-        return temperature_for(question, self.config.temperature, self.config.temperature_by_options)
+        return temperature_for(question, self.config.temperature, self.config.temperature_by_options, TEMPERATURES)
 
     def describe(self) -> dict:
         return {
@@ -201,10 +200,10 @@ def _folder(folder: Path) -> TextModel:
         raise InputError(f"{folder}/encoder/config.json cannot be read: {str(error).splitlines()[0]}") from None
     if shape.model_type != "modernbert":
         raise InputError(f"The encoder in {folder} is a {shape.model_type!r}; a text checkpoint's is a modernbert.")
-    tokens = _tokens(folder / "tokenizer") if (folder / "tokenizer").is_dir() else TextTokens.own()
+    tokens = TextTokens.of(folder / "tokenizer") if (folder / "tokenizer").is_dir() else TextTokens.own()
     with _seeded(0):
         encoder = _encoder(shape)
-        state = _read_state(folder / "model.safetensors", {f"encoder.{k}": v for k, v in encoder.state_dict().items()})
+        state = read_state(folder / "model.safetensors", {f"encoder.{k}": v for k, v in encoder.state_dict().items()})
         config = _config(folder / CONFIG, state)
         model = TextModel(encoder, config, tokens, f"checkpoint {folder.name}", folder.name)
     expected = model.state_dict()
@@ -224,7 +223,7 @@ def _folder(folder: Path) -> TextModel:
 
 def _config(path: Path, state: dict[str, Tensor]) -> TextConfig:
     """The config file; how many head layers and act logits there are is read off the weights."""
-    said = _json_table(path)
+    said = json_table(path)
     said = {f.name: said[f.name] for f in fields(TextConfig) if f.name in said}
     layers = {name.split(".")[2] for name in state if name.startswith("head.layers.")}
     act = state.get("act_head.2.weight")
@@ -232,26 +231,6 @@ def _config(path: Path, state: dict[str, Tensor]) -> TextConfig:
     for name in ("max_len", "head_max_len"):
         if type(said.get(name, 1)) is not int or said.get(name, 1) < 1:
             raise InputError(f"{path}: {name} is {said[name]!r}; it is a whole number of 1 or more.")
-    temperature = said.get("temperature", [1.0] * len(QUESTION_TYPES))
-    if not isinstance(temperature, list) or len(temperature) != len(QUESTION_TYPES):
-        raise InputError(f"{path}: temperature is {temperature!r}; it is a list, one for {', '.join(QUESTION_TYPES)}.")
-    if _json_table(path).get("option_layout", "sequential") != "sequential":
+    if json_table(path).get("option_layout", "sequential") != "sequential":
         raise InputError(f"{path} asks for another option layout than the sequential one, which is not supported.")
-    return TextConfig(**said | {"temperature": tuple(temperature)})
-
-
-def _tokens(folder: Path) -> TextTokens:
-    """A checkpoint's own vocabulary: `tokenizer.json`, and the special tokens named in `tokenizer_config.json`."""
-    try:
-        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises bare Exception for whatever it cannot read
-        raise InputError(f"The tokenizer in {folder} cannot be read: {error}.") from None
-    found = {}
-    for name in ("cls", "sep", "mask", "pad"):
-        token = said.get(f"{name}_token")
-        token = token.get("content") if isinstance(token, dict) else token
-        if token is None or tokenizer.token_to_id(token) is None:
-            raise InputError(f"{folder}/tokenizer_config.json names no {name}_token of the vocabulary.")
-        found[name] = token
-    return TextTokens(tokenizer, *map(tokenizer.token_to_id, found.values()), mask_text=found["mask"])
+    return TextConfig(**said | temperatures(path, said, TEMPERATURES))

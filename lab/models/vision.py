@@ -8,20 +8,26 @@ answers that do not depend on the frame.
 import copy
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import LlamaModel
 
 from lab.errors import InputError
 from lab.models.heads import DecisionHeads, temperature_for
-from lab.tokens import SMOLVLM_TOKENS, Row, build_row, image_tokens, load_tokenizer
+from lab.tokens import CLS, MASK, SEP, Row, build_row, image_tokens, load_tokenizer
 from lab.workloads import QUESTION_TYPES, Question
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTION_ATTENTION = ("causal", "block")
+# The layouts that a checkpoint can be taught in, by where its options are read out.
+READOUTS = {"terminator": ("terminator", "question_first"), "mask": ("mask",)}
+# Layouts whose heads see the tokens behind the question only: those are all that a kept question leaves to run.
+QUESTION_FIRST = ("question_first", "published_simulation")
 # transformers 5.24 renamed the argument; the new name is silently swallowed by 5.17, which then keeps nothing.
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
@@ -30,12 +36,13 @@ CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).par
 class DecisionConfig:
     """What a decision checkpoint says besides its weights, under the published names (`vlm_agent_config.json`).
 
-    `layout`, a name of our own, is the order of segments that the text model was taught in.
+    `layout`, a name of our own, is the order of segments that the text model was taught in. The defaults are a published
+    checkpoint's that leaves them out: `preprocess` then means the model's own processor.
     """
 
     image_size: int = 512
     option_attention: str = "causal"
-    preprocess: str = "gpu"
+    preprocess: str = "processor"
     image_interpolation: str = "processor"
     image_split_edge: int = 0
     readout: str = "terminator"
@@ -49,20 +56,44 @@ class DecisionConfig:
 
 
 class DecisionModel(DecisionHeads):
-    """A backbone (SmolVLM or Idefics3 classes, any size) with decision heads.
+    """A backbone (SmolVLM, Idefics3 or ModernVBERT classes, any size) with decision heads.
 
-    `encoder` holds the backbone in its dtype, the heads are fp32. `weights` says in words which weights these are.
+    `encoder` holds the backbone in its dtype, the heads are fp32. `weights` says in words which weights these are;
+    `folder` is the checkpoint's, None for a model without one. `tokenizer` makes its rows, with `markers` (CLS, SEP and
+    MASK) for a model that reads out at masks.
     """
 
-    def __init__(self, encoder, config: DecisionConfig, weights: str, name: str, added_tokens=tuple(SMOLVLM_TOKENS)):
+    def __init__(
+        self,
+        encoder,
+        config: DecisionConfig,
+        weights: str,
+        name: str,
+        load_tokenizer: Callable[[], Tokenizer] = load_tokenizer,
+        markers: Sequence[str] = (CLS, SEP, MASK),
+        folder: Path | None = None,
+    ):
         super().__init__(encoder.config.text_config.hidden_size, config.head_layers, config.n_act)
         self.encoder = encoder
         self.config = config
         self.weights = weights
         self.name = name
-        self.added_tokens = added_tokens
-        self._patching = encoder.config.vision_config.patch_size, encoder.config.scale_factor
+        self.folder = folder
+        self.markers = tuple(markers)
+        self._load_tokenizer = load_tokenizer
+        shape = encoder.config
+        self._patching = (
+            shape.vision_config.patch_size,
+            getattr(shape, "scale_factor", None) or shape.pixel_shuffle_factor,
+        )
         self.image_tokens = image_tokens(config.image_size, *self._patching)
+        # SmolVLM's tower fits its positions to the picture; a plain SigLIP's must be asked to.
+        resized = "interpolate_pos_encoding" in inspect.signature(encoder.vision_model.forward).parameters
+        self._tower = {"interpolate_pos_encoding": True} if resized else {}
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._load_tokenizer()
 
     @property
     def device(self) -> torch.device:
@@ -98,23 +129,22 @@ class DecisionModel(DecisionHeads):
         other.image_tokens = image_tokens(size, *self._patching)
         return other
 
-    def row(self, question: Question, frames: int = 1, state=None, layout: str = "terminator") -> Row:
-        """The question's token row for this model; see `lab.tokens.build_row`."""
+    def row(self, question: Question, frames: int = 1, state=None, layout: str | None = None) -> Row:
+        """The question's token row for this model, by default in its own layout; see `lab.tokens.build_row`."""
         if not isinstance(question, Question):
             raise InputError(
                 f"A step asks a lab.Question, not {question!r:.60}; a workload holds its own in `.question`."
             )
-        tokenizer, config = load_tokenizer(self.added_tokens), self.config
-        return build_row(
-            tokenizer, question, frames, self.image_tokens, state, config.max_len, config.head_max_len, layout
-        )
+        config, layout = self.config, layout or self.config.layout
+        budgets = config.max_len, config.head_max_len
+        return build_row(self.tokenizer, question, frames, self.image_tokens, state, *budgets, layout, self.markers)
 
     def temperature_of(self, question: Question) -> float:
         return temperature_for(question, self.config.temperature, self.config.temperature_by_options)
 
     def images(self, pixels: Tensor) -> Tensor:
         """Image rows after the connector, [images, image tokens, width], of pixels [images, 3, size, size]."""
-        hidden = self.encoder.vision_model(pixel_values=pixels).last_hidden_state
+        hidden = self.encoder.vision_model(pixel_values=pixels, **self._tower).last_hidden_state
         return self.encoder.connector(hidden)
 
     def merge(self, ids: Tensor, positions: Tensor, image_rows: Tensor) -> Tensor:
@@ -135,6 +165,8 @@ class DecisionModel(DecisionHeads):
         key/value `cache` of transformers the embeddings continue what it holds, and their keys and values are added.
         """
         kept = {"use_cache": False} if cache is None else {"use_cache": True, CACHE_ARGUMENT: cache}
+        if self.config.readout == "mask":
+            kept = {}  # a model that reads both ways keeps nothing
         return self.encoder.text_model(inputs_embeds=embeds, attention_mask=mask, **kept).last_hidden_state
 
     def describe(self) -> dict:
@@ -148,12 +180,13 @@ class DecisionModel(DecisionHeads):
         }
 
 
-def block_mask(row: Row, dtype: torch.dtype, device) -> Tensor:
+def block_mask(row: Row, dtype: torch.dtype, device, length: int | None = None) -> Tensor:
     """Additive attention mask [1, 1, length, length]: causal, and both ways among the tokens of the options.
 
-    0 where a query may see a key, the dtype's lowest number elsewhere.
+    0 where a query may see a key, the dtype's lowest number elsewhere. `length` is the row's own unless it is padded on
+    the right; nobody sees padding but the padding itself, whose softmax must not be empty.
     """
-    place = torch.arange(len(row), device=device)
+    place = torch.arange(length or len(row), device=device)
     inside = (place >= row.option_span[0]) & (place < row.option_span[1])
     allowed = (place[None, :] <= place[:, None]) | (inside[None, :] & inside[:, None])
     mask = torch.zeros(allowed.shape, dtype=dtype, device=device)
@@ -163,20 +196,6 @@ def block_mask(row: Row, dtype: torch.dtype, device) -> Tensor:
 def whole_mask(row: Row, option_attention: str, dtype: torch.dtype, device) -> Tensor:
     """The additive mask [1, 1, length, length] of either option attention, written out for `causal` too."""
     return block_mask(row if option_attention == "block" else replace(row, option_span=(0, 0)), dtype, device)
-
-
-def check_model_supports(model: DecisionModel, option_attention: str, pixels: str) -> None:
-    """Raise InputError where a step cannot be built on this model with these settings."""
-    if not isinstance(model, DecisionModel):
-        raise InputError(f"A step takes a model from lab.load_model, not {model!r:.60}.")
-    if option_attention not in OPTION_ATTENTION:
-        raise InputError(f"option_attention is {option_attention!r}; choose one of {', '.join(OPTION_ATTENTION)}.")
-    if pixels not in ("device", "processor"):
-        raise InputError(f"pixels is {pixels!r}; choose device or processor.")
-    if model.config.readout != "terminator":
-        raise InputError(f"This checkpoint reads out at {model.config.readout!r}; this step needs terminator readouts.")
-    if model.config.image_split_edge:
-        raise InputError("This checkpoint splits images (image_split_edge is set); this step sees one view per frame.")
 
 
 def type_id(question: Question) -> int:

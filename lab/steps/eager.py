@@ -1,5 +1,6 @@
 """The reference step: everything done anew for every decision, as the published eager path does."""
 
+import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,22 +10,24 @@ import torch
 from torch import Tensor
 
 from lab.caches import FrameFeatures
-from lab.errors import InputError
+from lab.errors import InputError, whole
 from lab.measure import stage
 from lab.models.heads import Decisions
-from lab.models.vision import DecisionModel, block_mask, check_model_supports, type_id
+from lab.models.vision import QUESTION_FIRST, DecisionModel, block_mask, type_id
 from lab.pixels import check_frames, make_pixels
 from lab.steps.replay import Watch
+from lab.steps.setting import Setting, one_thread
 from lab.tokens import Row
 from lab.workloads import Question
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The collated rows of a batch, on the model's device; all rows have one length.
+    """The collated rows of a batch, on the model's device, padded on the right to the longest.
 
-    ids int64 [rows, length]; mask bool [rows, length]; attention: what the text model takes as its mask; positions int64
-    [image positions per row]; readouts int64 [rows, options]; pooled int64 [rows], the last token.
+    ids int64 [rows, length]; mask bool [rows, length], False on padding; attention: what the text model takes as its
+    mask; positions int64 [image positions per row]; readouts int64 [rows, options]; pooled int64 [rows]. The heads see
+    the tokens from `start` on.
     """
 
     ids: Tensor
@@ -33,35 +36,42 @@ class Inputs:
     positions: Tensor
     readouts: Tensor
     pooled: Tensor
+    start: int = 0
 
 
-def collate(model: DecisionModel, rows: Sequence[Row], option_attention: str) -> Inputs:
-    """Stack rows of equal length (one question, any order of its options) into device tensors."""
-    device = model.device
-    ids = torch.from_numpy(np.stack([row.ids for row in rows])).to(device)
-    mask = torch.ones_like(ids, dtype=torch.bool)
+def collate(model: DecisionModel, rows: Sequence[Row], setting: Setting) -> Inputs:
+    """Stack rows (one question, any order of its options, any state behind the images) into device tensors."""
+    device, length = model.device, max(map(len, rows))
+    ids, mask = np.zeros((len(rows), length), np.int64), np.zeros((len(rows), length), bool)
+    for place, row in enumerate(rows):
+        ids[place, : len(row)], mask[place, : len(row)] = row.ids, True
+    ids, mask = torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device)
     attention = mask
-    if option_attention == "block":
-        attention = block_mask(rows[0], model.dtype, device).expand(len(rows), -1, -1, -1)
+    if setting.option_attention == "block":
+        alike = len({row.option_span for row in rows}) == 1
+        masks = [block_mask(row, model.dtype, device, length) for row in (rows[:1] if alike else rows)]
+        attention = torch.cat(masks).expand(len(rows), -1, -1, -1)
     return Inputs(
         ids=ids,
         mask=mask,
         attention=attention,
         positions=torch.from_numpy(rows[0].image_positions).to(device),
         readouts=torch.from_numpy(np.stack([row.readouts for row in rows])).to(device),
-        pooled=torch.full((len(rows),), len(rows[0]) - 1, device=device),
+        pooled=torch.tensor([row.pooled % len(row) for row in rows], device=device),
+        start=rows[0].kept if setting.layout in QUESTION_FIRST else 0,
     )
 
 
 class EagerStep:
     """Rows built and collated, frames resized, all images encoded and the whole sequence run, at every call.
 
-    `frames` per decision are given oldest first. `option_attention` is `causal` or `block`. `pixels` is `device` (one
-    resize operator on the model's device) or `processor` (the model's own image processor, on the CPU). With `orders` > 1
-    the answer is averaged over that many option orders: as given, reversed, then shuffles from a generator seeded 0.
-    With `features`, a cache of its own, only frames are encoded that it does not hold; the answers stay equal up to the
-    noise of encoding another number of frames at once, and `decide` raises InputError once the weights that made its
-    rows have changed. Raises InputError for a model that reads out elsewhere or splits images, for unknown settings, and
+    `frames` per decision are given oldest first. `option_attention` (`causal`, `block`), `pixels` (`device`: one resize
+    operator on the model's device; `processor`: the model's own image processor, on the CPU), `filter` and `layout` are
+    the checkpoint's unless given, see `lab.steps.setting`; with the checkpoint's own this is the plain decision. With
+    `orders` > 1 the answer is averaged over that many option orders: as given, reversed, then shuffles from a generator
+    seeded 0, none twice. With `features`, a cache of its own, only frames are encoded that it does not hold; the answers
+    stay equal up to the noise of encoding another number of frames at once, and `decide` raises InputError once the
+    weights that made its rows have changed. Raises InputError for a model that splits images, for unknown settings, and
     for a cache that another step uses.
     """
 
@@ -70,27 +80,25 @@ class EagerStep:
         model: DecisionModel,
         question: Question,
         frames: int = 1,
-        option_attention: str = "block",
-        pixels: str = "device",
+        option_attention: str | None = None,
+        pixels: str | None = None,
         orders: int = 1,
-        filter: str = "composed",
+        filter: str | None = None,
         features: FrameFeatures | None = None,
+        layout: str | None = None,
         name: str | None = None,
     ):
         start = time.perf_counter()
-        check_model_supports(model, option_attention, pixels)
-        if not isinstance(orders, int) or orders < 1:
-            raise InputError(f"orders is {orders!r}; give a whole number of 1 or more.")
-        self.row = model.row(question, frames)  # a question or budget that cannot work is refused here, not mid-loop
+        self.setting = Setting.of(model, option_attention, pixels, filter, layout)
+        whole("orders", orders, 1)
+        # a question or budget that cannot work is refused here, not mid-loop
+        self.row = model.row(question, frames, layout=self.setting.layout)
         self.model, self.question, self.frames = model, question, frames
-        self.option_attention, self.orders = option_attention, _orders(len(question.options), orders)
+        self.orders = _orders(len(question.options), orders)
         kept = "" if features is None else ", frame features kept"
         self.name = name or ("eager" if orders == 1 else f"eager, {orders} orders") + kept
-        self.pixels_path = pixels
-        self.pixels = make_pixels(
-            pixels, model.config.image_size, device=model.device, dtype=model.dtype, filter=filter
-        )
-        self.filter = filter if pixels == "device" else "processor"
+        path = self.setting.pixels, model.config.image_size, model.device, model.dtype
+        self.pixels = make_pixels(*path, filter=self.setting.filter)
         self.temperature = model.temperature_of(question)
         self.features = features
         if features is not None:
@@ -98,14 +106,20 @@ class EagerStep:
             self._watches = [Watch(part) for part in (model.encoder.vision_model, model.encoder.connector)]
         self._build_seconds = time.perf_counter() - start
 
+    @one_thread
     @torch.inference_mode()
-    def decide(self, frames) -> Decisions:
-        """Answer on frames uint8 [batch, frames, height, width, 3]; see `lab.pixels.check_frames` for what is refused."""
+    def decide(self, frames, states: Sequence | None = None) -> Decisions:
+        """Answer on frames uint8 [batch, frames, height, width, 3]; see `lab.pixels.check_frames` for what is refused.
+
+        `states`, one for each row of the batch, are told beside the frames: a text, a table, a list of turns, or None.
+        """
         frames = check_frames(frames)
         if frames.shape[1] != self.frames:
             raise InputError(f"{frames.shape[1]} frames per decision were given, this step takes {self.frames}.")
+        if states is not None and len(states) != len(frames):
+            raise InputError(f"{len(states)} states were given for {len(frames)} inputs; give one each.")
         with stage("build_inputs"):
-            inputs = self._inputs(len(frames))
+            inputs = self._inputs(len(frames), states)
         image_rows = self._image_rows(frames.reshape(-1, *frames.shape[2:]))
         hidden = self._language(inputs, image_rows)
         with stage("heads"):
@@ -113,11 +127,13 @@ class EagerStep:
         with stage("readback"):
             return Decisions(self.question, *(value.cpu().numpy() for value in answer))
 
-    def _inputs(self, batch: int) -> Inputs:
+    def _inputs(self, batch: int, states: Sequence | None = None) -> Inputs:
         rows = [
-            self.model.row(self.question.reordered(order), self.frames) for order in self.orders for _ in range(batch)
+            self.model.row(self.question.reordered(order), self.frames, state, self.setting.layout)
+            for order in self.orders
+            for state in (states or [None] * batch)
         ]
-        return collate(self.model, rows, self.option_attention)
+        return collate(self.model, rows, self.setting)
 
     def _image_rows(self, frames: np.ndarray) -> Tensor:
         if self.features is None:
@@ -142,7 +158,9 @@ class EagerStep:
 
     def _answer(self, hidden: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
         kind = type_id(self.question)
-        logits, act = self.model.score(hidden, kind, inputs.readouts, inputs.pooled, inputs.mask)
+        start = inputs.start
+        places = inputs.readouts - start, inputs.pooled - start
+        logits, act = self.model.score(hidden[:, start:], kind, *places, inputs.mask[:, start:])
         if len(self.orders) > 1:
             places = torch.tensor(np.argsort(self.orders, axis=1), device=logits.device)
             logits = logits.view(len(self.orders), -1, logits.shape[-1])
@@ -159,9 +177,7 @@ class EagerStep:
             **self.model.describe(),
             "tokens": len(self.row),
             "frames": self.frames,
-            "option_attention": self.option_attention,
-            "pixels": self.pixels_path,
-            "filter": self.filter,
+            **self.setting.describe(),
             "orders": len(self.orders),
             "features_capacity": 0 if self.features is None else self.features.capacity,
         }
@@ -171,8 +187,14 @@ class EagerStep:
 
 
 def _orders(options: int, count: int) -> list[list[int]]:
-    shuffled = np.random.default_rng(0)
-    orders = [list(range(options)), list(range(options))[::-1]]
-    while len(orders) < count:
-        orders.append(shuffled.permutation(options).tolist())
-    return orders[:count]
+    """Up to `count` distinct orders, by the published rule: as given, reversed, then shuffles; 100 are tried."""
+    orders = [list(range(options)), list(range(options))[::-1]][:count]
+    shuffled = random.Random(0)
+    for _ in range(100):
+        if len(orders) >= count:
+            break
+        order = list(range(options))
+        shuffled.shuffle(order)
+        if order not in orders:
+            orders.append(order)
+    return orders

@@ -5,13 +5,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from lab.models.heads import Decisions
+from lab.pixels import check_frames
+from lab.steps.setting import one_thread
 
 
 class LastAnswerStep:
     """`step`, asked only where the frames are not those of the last call, byte for byte.
 
-    Otherwise the last answer is given again. `hits` and `misses` count calls. A new episode forgets nothing that could
-    be wrong, but `reset` passes it on to `step` and forgets all the same, as steps do.
+    Otherwise the last answer is given again. `hits` and `misses` count calls. A new episode in a row makes the next call
+    one that is asked, and `reset` passes it on to `step`.
     """
 
     def __init__(self, step, name: str | None = None):
@@ -22,9 +24,10 @@ class LastAnswerStep:
         self._frames: np.ndarray | None = None
         self._answer: Decisions | None = None
 
+    @one_thread
     def decide(self, frames) -> Decisions:
         """Answer on frames uint8 [batch, frames, height, width, 3]."""
-        frames = np.asarray(frames)
+        frames = check_frames(frames)
         if self._frames is not None and np.array_equal(frames, self._frames):
             self.hits += 1
             return self._answer
@@ -33,6 +36,7 @@ class LastAnswerStep:
         self.misses += 1
         return answer
 
+    @one_thread
     def reset(self, rows: Sequence[int] | None = None) -> None:
         self._frames = self._answer = None
         self.step.reset(rows)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from lab.clocks import stage
 from lab.errors import InputError
-from lab.models.vision import DecisionModel, check_model_supports, type_id
+from lab.models.vision import DecisionModel, type_id
+from lab.steps.setting import Setting
 from lab.steps.static import StaticStep, encode_images, run_text
 from lab.workloads import Question
 
@@ -33,12 +34,12 @@ class OpenVinoStep(StaticStep):
         question: Question,
         frames: int = 1,
         batch: int = 1,
-        option_attention: str = "block",
-        pixels: str = "device",
-        filter: str = "composed",
+        option_attention: str | None = None,
+        pixels: str | None = None,
+        filter: str | None = None,
         name: str | None = None,
     ):
-        check_model_supports(model, option_attention, pixels)
+        Setting.of(model, option_attention, pixels, filter)
         if (model.device.type, model.dtype) != ("cpu", torch.float32):
             raise InputError(
                 f"OpenVinoStep runs fp32 on the CPU, and this model is {model.dtype_name} on {model.device}; "
@@ -85,13 +86,13 @@ class OpenVinoStep(StaticStep):
         """What is converted: from pixels [batch * frames, 3, size, size] to fp32 [batch, 2 * options + 1]."""
         rows = encode_images(self.model, pixels, self.patch_positions).view(self.batch, -1, self.embeds.shape[-1])
         embeds = self.embeds.index_copy(1, self.positions, rows)
-        hidden = run_text(self.model, embeds, self.mask, self.rotary)
+        hidden = run_text(self.model, embeds, self.mask, self.rotary)[:, self.start :]
         logits, act = self.model.score(hidden, type_id(self.question), self.readouts, self.pooled, self.present)
         return torch.cat([logits, (logits / self.temperature).softmax(-1), act.softmax(-1)[:, :1]], dim=1)
 
     def _run(self) -> Tensor:
         pixels = self.frames_in.flatten(0, 1)
-        if self.pixels_path == "device":
+        if self.setting.pixels == "device":
             with stage("resize"):
                 pixels = self.pixels(pixels)
         with stage("openvino"):

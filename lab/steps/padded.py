@@ -10,6 +10,7 @@ import torch
 from lab.errors import InputError
 from lab.measure import stage
 from lab.models.heads import Decisions
+from lab.steps.setting import one_thread
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -45,6 +46,7 @@ class PaddedStep:
         self._about.pop("batch", None)
         self._about["step"] = f"PaddedStep of {self._about['step']}"
 
+    @one_thread
     def decide(self, inputs) -> Decisions:
         """Answer on as many inputs as there are, for example frames uint8 [batch, frames, height, width, 3]."""
         batch = len(inputs)
@@ -78,6 +80,7 @@ class PaddedStep:
         self._steps.move_to_end(size)
         return self._steps[size]
 
+    @one_thread
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """A new episode begins in these rows of the batch given last (all by default); its padding follows its last row."""
         if rows is not None and self._batch - 1 in rows:

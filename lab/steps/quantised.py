@@ -5,7 +5,7 @@ import time
 import warnings
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.ao.nn.quantized import dynamic
 from torch.ao.quantization import per_channel_dynamic_qconfig
 
@@ -26,10 +26,11 @@ class QuantisedStep(StaticStep):
     convolution, attention and the decision heads stay fp32. The given model stays as it is, so its fp32 weights remain in
     memory beside the int8 ones.
 
-    Weights have one scale per output, in eight bits; activations one per call of a layer, in seven, since kernels without
-    VNNI would saturate. So an answer moves a little with the rest of its batch and with `reuse`, and a lot where a few
-    values dwarf the others: SmolLM2's text model has such, and its readouts' hidden states move by a third. See what the
-    answers become (`lab.parity`) before counting the time won.
+    Weights have one scale per output, in eight bits; activations one per call of a layer, in seven, since kernels
+    without VNNI would saturate. Images are encoded one by one, so that an image's rows do not depend on what is encoded
+    with it; an answer still moves a little with the rest of its batch, and a lot where a few values dwarf the others:
+    SmolLM2's text model has such, and its readouts' hidden states move by a third. See what the answers become
+    (`lab.parity`) before counting the time won.
 
     Raises InputError for unknown `parts`, for a model that is not on the CPU in fp32, for a torch without int8 kernels,
     and wherever StaticStep does: a weight of the given model that changed is noticed in `decide`.
@@ -52,6 +53,9 @@ class QuantisedStep(StaticStep):
         self.model, weights = quantised(model, parts, self.engine)
         self.model.temperature_of = model.temperature_of  # the given model's, so that a change is noticed
         self._quantise_seconds, self._weights = time.perf_counter() - start, weights
+
+    def _encode(self, pixels: Tensor) -> Tensor:
+        return torch.cat([super(QuantisedStep, self)._encode(one[None]) for one in pixels])
 
     def describe(self) -> dict:
         return {**super().describe(), "quantised": f"int8 dynamic, {self.engine}, {self.parts}"}

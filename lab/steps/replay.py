@@ -15,14 +15,14 @@ WARMUPS = 3
 class Replay:
     """`work`, a function of no arguments over static tensors, as a CUDA graph; off CUDA it is simply called.
 
-    The graph is captured at the first call, after three warm-up runs on a side stream, into a memory pool of its own.
-    Its output tensors are overwritten by the next replay. `seconds` and `bytes` are what that cost, `graph` is None
-    where nothing was captured.
+    The graph is captured by `prepare`, or at the first call, after three warm-up runs on a side stream, into a memory
+    pool of its own; the warm-up runs do what `work` does to the tensors it writes. Its output tensors are overwritten
+    by the next replay. `seconds` and `bytes` are what that cost, `graph` is None where nothing was captured.
     """
 
     def __init__(self, work: Callable[[], Tensor], device: torch.device, capture: bool):
-        if capture and device.type != "cuda":
-            raise InputError(f"capture=True needs a CUDA device, and this model is on {device}; leave capture out.")
+        if capture:
+            check_capture(device)
         self.work, self.device, self.capture = work, device, capture
         self.graph: torch.cuda.CUDAGraph | None = None
         self.output: Tensor | None = None
@@ -31,11 +31,15 @@ class Replay:
     def __call__(self) -> Tensor:
         if not self.capture:
             return self.work()
-        if self.graph is None:
-            self._capture()
+        self.prepare()
         with stage("replay"):
             self.graph.replay()
         return self.output
+
+    def prepare(self) -> None:
+        """Capture the graph now, where there is to be one and is none yet."""
+        if self.capture and self.graph is None:
+            self._capture()
 
     def _capture(self) -> None:
         start, before = time.perf_counter(), torch.cuda.memory_reserved(self.device)
@@ -58,6 +62,12 @@ class Replay:
         self.graph = graph
         self.seconds = time.perf_counter() - start
         self.bytes = max(0, torch.cuda.memory_reserved(self.device) - before)
+
+
+def check_capture(device: torch.device) -> None:
+    """Raise InputError for a device that has no graphs."""
+    if device.type != "cuda":
+        raise InputError(f"capture=True needs a CUDA device, and this model is on {device}; leave capture out.")
 
 
 class Watch:

@@ -4,12 +4,25 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from lab.errors import InputError
 from lab.measure import stage
 from lab.models.heads import Decisions
 from lab.models.vision import whole_mask
 from lab.steps.eager import EagerStep, Inputs
 from lab.steps.keyvalues import cache_bytes, check_capturable, continue_text, make_cache, restore
+from lab.steps.setting import Setting, one_thread
 from lab.steps.static import StaticStep
+from lab.tokens import Row
+
+
+def cut_of(row: Row, setting: Setting) -> int:
+    """Where a row's question begins behind its images; InputError for a layout in which it does not."""
+    if setting.layout != "terminator":
+        raise InputError(
+            f"A split step cuts a row behind its images, and in the layout {setting.layout!r} the question is not there; "
+            "give layout='terminator', or use another step."
+        )
+    return row.segment("question").start
 
 
 class SplitStep(EagerStep):
@@ -22,9 +35,10 @@ class SplitStep(EagerStep):
 
     def __init__(self, *args, name: str | None = None, **kwargs):
         super().__init__(*args, name=name or "split", **kwargs)
-        self.cut = self.row.segment("question").start
+        self.cut = cut_of(self.row, self.setting)
         self.cache, self._batch = self._empty_cache(), 0
 
+    @one_thread
     def decide(self, frames) -> Decisions:
         """Answer on frames uint8 [batch, frames, height, width, 3]."""
         if len(frames) != self._batch:  # an emptied cache still remembers its batch
@@ -46,7 +60,9 @@ class SplitStep(EagerStep):
             embeds = self._embed(inputs, image_rows)
             prefix = self.model.language(embeds[:, : self.cut], cache=self.cache)
         with stage("language_question"):
-            attention = inputs.attention[:, :, self.cut :] if self.option_attention == "block" else inputs.attention
+            attention = (
+                inputs.attention[:, :, self.cut :] if self.setting.option_attention == "block" else inputs.attention
+            )
             question = self.model.language(embeds[:, self.cut :], attention, cache=self.cache)
             return torch.cat([prefix, question], dim=1)
 
@@ -65,8 +81,8 @@ class StaticSplitStep(StaticStep):
     def _fix_text(self) -> None:
         check_capturable(self.cache_kind, self.capture)
         super()._fix_text()
-        self.cut = self.row.segment("question").start
-        self.mask = whole_mask(self.row, self.option_attention, self.model.dtype, self.device)
+        self.cut = cut_of(self.row, self.setting)
+        self.mask = whole_mask(self.row, self.setting.option_attention, self.model.dtype, self.device)
         self.cache = make_cache(self.cache_kind, self.model, self.batch, len(self.row))
 
     def _language(self) -> Tensor:

@@ -12,28 +12,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lab.errors import InputError
+from lab.errors import InputError, whole
 from lab.measure import stage
 from lab.models.heads import Decisions
-from lab.models.vision import DecisionModel, block_mask, check_model_supports, type_id
-from lab.pixels import check_frames, make_pixels
+from lab.models.vision import QUESTION_FIRST, DecisionModel, block_mask, type_id
+from lab.pixels import LINEAR, check_frames, make_pixels
 from lab.steps.replay import Replay, Watch
+from lab.steps.setting import Setting, one_thread
 from lab.workloads import Question
 
 
 class StaticStep:
     """A decision as fixed-shape device work between copy-in and copy-out, captured as one graph on CUDA.
 
-    For `batch` inputs of `frames` frames each, oldest first; the first call fixes the frames' size. `capture` is on
-    where the model is on CUDA; elsewhere, or with capture=False, the same code runs eagerly. With `reuse` the image
-    rows of the previous decision stay on the device: where the earlier frames given are the frames seen last, byte for
-    byte, only the newest frame is encoded; where they are not, all are. The answers equal EagerStep's to 2e-5 in fp32.
+    For `batch` inputs of `frames` frames each, oldest first; the first call fixes the frames' size. `option_attention`,
+    `pixels`, `filter` and `layout` are the checkpoint's unless given, see `lab.steps.setting`. `capture` is on where the
+    model is on CUDA; elsewhere, or with capture=False, the same code runs eagerly. With `reuse` each row's image rows stay
+    on the device: a frame that its row was shown in the call before, byte for byte, is not encoded again. Where no more
+    frames are new than there are rows, as many as there are rows are encoded, else all; `counts` says how many were
+    spared. The answers equal EagerStep's to 2e-5 in fp32.
 
-    Raises InputError for a model that reads out elsewhere or splits images, for capture without CUDA, for reuse of a
+    Raises InputError for a model that reads out at masks or splits images, for capture without CUDA, for reuse of a
     single frame, and, from `decide`, where a weight or temperature changed since construction.
     """
 
-    layout = "terminator"
     title: str | None = None  # in front of the name, where a subclass runs another language stage
 
     def __init__(
@@ -42,39 +44,41 @@ class StaticStep:
         question: Question,
         frames: int = 1,
         batch: int = 1,
-        option_attention: str = "block",
-        pixels: str = "device",
+        option_attention: str | None = None,
+        pixels: str | None = None,
         capture: bool | None = None,
         reuse: bool = False,
-        filter: str = "composed",
+        filter: str | None = None,
+        layout: str | None = None,
         name: str | None = None,
     ):
         start = time.perf_counter()
-        check_model_supports(model, option_attention, pixels)
-        if not isinstance(batch, int) or batch < 1:
-            raise InputError(f"batch is {batch!r}; give a whole number of 1 or more.")
+        self.setting = Setting.of(model, option_attention, pixels, filter, layout)
+        if self.setting.layout == "mask":
+            raise InputError("This checkpoint reads out at masks, which a static step does not; use EagerStep.")
+        whole("batch", batch, 1)
         if reuse and frames == 1:
             raise InputError(
                 "reuse keeps the image rows of earlier frames; with one frame per decision there are none."
             )
-        self.model, self.question, self.frames, self.batch = model, question, frames, batch
-        self.option_attention, self.pixels_path, self.reuse = option_attention, pixels, reuse
+        self.model, self.question, self.frames, self.batch, self.reuse = model, question, frames, batch, reuse
         self.device = model.device
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.name = name or self._name("captured" if self.capture else "static")
-        self.pixels = make_pixels(pixels, model.config.image_size, device=self.device, dtype=model.dtype, filter=filter)
-        self.filter = filter if pixels == "device" else "processor"
-        self.row = model.row(question, frames, layout=self.layout)
+        path = self.setting.pixels, model.config.image_size, self.device, model.dtype
+        self.pixels = make_pixels(*path, filter=self.setting.filter)
+        self.row = model.row(question, frames, layout=self.setting.layout)
         self.temperature = model.temperature_of(question)
         self.watch = Watch(model)
         with torch.no_grad():
             self._fix_text()
             self._fix_vision()
-        # The newest frame's rows are written last; with reuse the older ones move up by one frame first.
         self.all_frames = Replay(lambda: self._decide(frames), self.device, self.capture)
         self.newest_frame = Replay(lambda: self._decide(1), self.device, self.capture) if reuse else None
         self.frames_in: Tensor | None = None  # on the device, made at the first call
-        self.seen: np.ndarray | None = None  # the frames whose rows are kept
+        self.seen: np.ndarray | None = None  # the frames whose rows are kept, uint8 [batch, frames, H, W, 3]
+        self.known = np.zeros(batch, bool)  # whether anything is kept of a row
+        self.encoded = self.spared = 0
         self._build_seconds = time.perf_counter() - start
 
     # ------------------------------------------------------------------------------------------ at construction
@@ -87,12 +91,15 @@ class StaticStep:
         ids = torch.from_numpy(self.row.ids).to(device)
         self.embeds = text.get_input_embeddings()(ids).expand(self.batch, -1, -1).contiguous()
         self.rotary = text.rotary_emb(self.embeds, torch.arange(len(self.row), device=device)[None])
-        blocked = self.option_attention == "block"
+        blocked = self.setting.option_attention == "block"
         self.mask = block_mask(self.row, self.model.dtype, device) if blocked else None  # None: plain causal
         self.positions = torch.from_numpy(self.row.image_positions).to(device)
-        self.readouts = torch.from_numpy(self.row.readouts).to(device).expand(self.batch, -1)
-        self.pooled = torch.full((self.batch,), len(self.row) - 1, device=device)
-        self.present = torch.ones(self.batch, len(self.row), dtype=torch.bool, device=device)
+        # the heads see the tokens from here on, and count places from it
+        self.start = self.row.kept if self.setting.layout in QUESTION_FIRST else 0
+        length = len(self.row) - self.start
+        self.readouts = torch.from_numpy(self.row.readouts - self.start).to(device).expand(self.batch, -1)
+        self.pooled = torch.full((self.batch,), length - 1, device=device)
+        self.present = torch.ones(self.batch, length, dtype=torch.bool, device=device)
 
     def _fix_vision(self) -> None:
         embeddings, size = self.model.encoder.vision_model.embeddings, self.model.config.image_size
@@ -107,35 +114,71 @@ class StaticStep:
         self.patch_positions = embeddings.position_embedding(recorded[0])
         rows = self.batch, self.frames, self.model.image_tokens, self.embeds.shape[-1]
         self.image_rows = torch.zeros(rows, device=self.device, dtype=self.model.dtype)
+        # with reuse: where each image's rows come from, counted over those kept and, behind them, those newly encoded
+        self.sources = torch.arange(self.batch * self.frames, device=self.device)
 
     def _fix_frames(self, shape: Sequence[int]) -> None:
         """Static input buffers for frames of one size: uint8 pictures, or pixel values where the processor makes them."""
         size = self.model.config.image_size
-        given = self.pixels_path == "device"
+        given = self.setting.pixels == "device"
         one = (*shape, 3) if given else (3, size, size)
         dtype = torch.uint8 if given else self.model.dtype
         self.frames_in = torch.zeros(self.batch, self.frames, *one, dtype=dtype, device=self.device)
         self.staging = torch.zeros_like(self.frames_in, device="cpu", pin_memory=self.device.type == "cuda")
         self.size = tuple(shape)
-        if self.filter == "composed":
+        if self.setting.filter in LINEAR:
             self.pixels.operators(*shape)  # made now: neither a graph nor a compiler may meet their making
+        # both graphs now, before any state is kept that their warm-up runs would overwrite
+        for replay in filter(None, (self.all_frames, self.newest_frame)):
+            replay.prepare()
+        self.image_rows.zero_()
 
     # ------------------------------------------------------------------------------------------ at every call
 
+    @one_thread
     @torch.no_grad()
     def decide(self, frames) -> Decisions:
         """Answer on frames uint8 [batch, frames, height, width, 3] of the size that the first call had."""
         frames = self._checked(frames)
-        known = self.reuse and self.seen is not None and np.array_equal(frames[:, :-1], self.seen[:, 1:])
         with stage("copy_in"):
-            self._copy_in(frames, slice(self.frames - 1, None) if known else slice(None))
-        output = (self.newest_frame if known else self.all_frames)()
+            new = self._new_frames(frames) if self.reuse else None
+            some = new is not None and len(new) <= self.batch
+            self.known[:] = False  # until this decision is through
+            if some:
+                self._copy_in(np.stack([frames[place] for place in new]) if new else frames[:0, 0], len(new))
+            else:
+                self._copy_in(frames.reshape(-1, *frames.shape[2:]))
+        output = (self.newest_frame if some else self.all_frames)()
         with stage("readback"):
             output = output.cpu().numpy()
-        self.seen = frames if self.reuse else None
+        if self.reuse:
+            self.seen = np.empty_like(frames) if self.seen is None else self.seen
+            self.seen[...], self.known[:] = frames, True
+        images = self.batch * self.frames
+        self.encoded += self.batch if some else images
+        self.spared += images - self.batch if some else 0
         count = self.readouts.shape[1]
         logits, probabilities, p_act = np.split(output, [count, 2 * count], axis=1)
         return Decisions(self.question, logits, probabilities, p_act[:, 0])
+
+    def _new_frames(self, frames: np.ndarray) -> list[tuple[int, int]]:
+        """The (row, frame) places whose pictures their row has not kept, each picture once; says in `sources` whence every
+        image's rows come. A row is never given another row's, nor those from before its reset."""
+        new, sources = [], np.empty((self.batch, self.frames), np.int64)
+        for row in range(self.batch):
+            # the row's kept pictures, then its new ones; most likely the one that came after in the call before
+            held = [(row * self.frames + i, self.seen[row, i]) for i in range(self.frames)] if self.known[row] else []
+            for place, frame in enumerate(frames[row]):
+                near = [*held[place + 1 : place + 2], *held]
+                found = next((source for source, other in near if np.array_equal(frame, other)), None)
+                if found is None:
+                    found = sources.size + len(new)
+                    new.append((row, place))
+                    held.append((found, frame))
+                sources[row, place] = found
+        if len(new) <= self.batch:
+            self.sources.copy_(torch.from_numpy(sources.ravel()))
+        return new
 
     def _checked(self, frames) -> np.ndarray:
         self.watch.check()
@@ -157,26 +200,28 @@ class StaticStep:
             )
         return frames
 
-    def _copy_in(self, frames: np.ndarray, which: slice) -> None:
-        if self.pixels_path == "device":
-            self.staging[:, which].numpy()[...] = frames[:, which]
-        else:
-            part = frames[:, which]
-            values = self.pixels(part.reshape(-1, *part.shape[2:]))
-            self.staging[:, which].copy_(values.view(self.batch, -1, *values.shape[1:]))
-        self.frames_in[:, which].copy_(self.staging[:, which], non_blocking=True)
+    def _copy_in(self, pictures: np.ndarray, count: int | None = None) -> None:
+        """Put all pictures, or the `count` new ones, where the device work reads them; uint8 [pictures, H, W, 3]."""
+        which = (slice(None),) if count is None else (slice(count), slice(self.frames - 1, None))
+        staging, there = self.staging[which], self.frames_in[which]
+        if self.setting.pixels == "device":
+            staging.numpy()[...] = pictures.reshape(staging.shape)
+        elif len(pictures):
+            staging.copy_(self.pixels(pictures).view(staging.shape))
+        there.copy_(staging, non_blocking=True)
 
     def _decide(self, count: int) -> Tensor:
-        """The device work with the last `count` frames encoded; fp32 [batch, 2 * options + 1], overwritten in replays."""
+        """The device work with `count` images a row encoded, all or one; fp32 [batch, 2 * options + 1], overwritten in
+        replays."""
         with stage("resize"):
             pixels = self.frames_in[:, self.frames - count :].flatten(0, 1)
-            if self.pixels_path == "device":
+            if self.setting.pixels == "device":
                 pixels = self.pixels(pixels)
         with stage("vision"):
-            if count < self.frames:
-                self.image_rows[:, :-count] = self.image_rows[:, count:].clone()
             rows = self._encode(pixels)
-            self.image_rows[:, self.frames - count :] = rows.view(self.batch, count, *rows.shape[1:])
+            if count < self.frames:
+                rows = torch.cat([self.image_rows.flatten(0, 1), rows]).index_select(0, self.sources)
+            self.image_rows.copy_(rows.view(self.image_rows.shape))
         hidden = self._language()
         with stage("heads"):
             logits, act = self.model.score(hidden, type_id(self.question), self.readouts, self.pooled, self.present)
@@ -187,16 +232,23 @@ class StaticStep:
 
     def _language(self) -> Tensor:
         with stage("language"):
-            return run_text(self.model, self._merged(), self.mask, self.rotary)
+            return run_text(self.model, self._merged(), self.mask, self.rotary)[:, self.start :]
 
     def _merged(self) -> Tensor:
         return self.embeds.index_copy(1, self.positions, self.image_rows.flatten(1, 2))
 
     # ------------------------------------------------------------------------------------------ about it
 
+    @one_thread
     def reset(self, rows: Sequence[int] | None = None) -> None:
-        """A new episode begins in these rows: image rows kept for earlier frames are not used again."""
-        self.seen = None
+        """A new episode begins in these rows: what was kept for their earlier frames, and no others, is not used again."""
+        self.known[slice(None) if rows is None else list(rows)] = False
+        if not self.known.any():
+            self.seen = None
+
+    def counts(self) -> dict[str, int]:
+        """Images encoded so far, and those that `reuse` spared: for `Arm(counts=...)`."""
+        return {"encoded": self.encoded, "spared": self.spared}
 
     def describe(self) -> dict:
         return {
@@ -205,9 +257,7 @@ class StaticStep:
             "tokens": len(self.row),
             "frames": self.frames,
             "batch": self.batch,
-            "option_attention": self.option_attention,
-            "pixels": self.pixels_path,
-            "filter": self.filter,
+            **self.setting.describe(),
             "captured": self.capture,
             "reuse": self.reuse,
         }

@@ -12,6 +12,7 @@ from lab.models.heads import Decisions
 from lab.models.vision import DecisionModel
 from lab.pixels import check_frames
 from lab.steps.eager import EagerStep
+from lab.steps.setting import one_thread
 from lab.workloads import Question
 
 ARGUMENTS = ("input_ids", "attention_mask", "pixel_values", "use_cache")  # the same in 5.17 and 5.24
@@ -32,9 +33,9 @@ class StockStep(EagerStep):
         question: Question,
         frames: int = 1,
         batch: int = 1,
-        option_attention: str = "block",
-        pixels: str = "device",
-        filter: str = "composed",
+        option_attention: str | None = None,
+        pixels: str | None = None,
+        filter: str | None = None,
         name: str | None = None,
     ):
         start = time.perf_counter()
@@ -47,6 +48,7 @@ class StockStep(EagerStep):
         self.batch, self.inputs = batch, self._inputs(batch)
         self._build_seconds = time.perf_counter() - start
 
+    @one_thread
     @torch.inference_mode()
     def decide(self, frames) -> Decisions:
         """Answer on frames uint8 [batch, frames, height, width, 3]; see `lab.pixels.check_frames` for what is refused."""
@@ -57,7 +59,7 @@ class StockStep(EagerStep):
                 f"{self.frames}."
             )
         pictures = np.require(frames.reshape(-1, *frames.shape[2:]), requirements=["C", "W"])
-        on_device = self.pixels_path == "device"
+        on_device = self.setting.pixels == "device"
         with stage("copy_in"):
             given = torch.from_numpy(pictures).to(self.model.device) if on_device else self.pixels(pictures)
         with stage("resize"):

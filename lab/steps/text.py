@@ -13,13 +13,10 @@ from lab.models.text import TextModel
 from lab.question_tokens import QuestionTokens, TextPrompt, question_part, state_ids, text_row
 from lab.steps.compiled import compiler, counters
 from lab.steps.replay import Watch
+from lab.steps.setting import one_thread
 from lab.workloads import QUESTION_TYPES
 
 MOST_SHAPES = 64  # compiled per step; a prompt of yet another shape runs uncompiled
-
-
-class NotFinite(RuntimeError):
-    """The model's output holds NaN or infinity: no decision."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +92,7 @@ class TextStep:
 
     # ------------------------------------------------------------------------------------------ at every call
 
+    @one_thread
     @torch.no_grad()
     def decide(self, prompt: TextPrompt) -> list[Decisions]:
         """One answer (a batch of 1) per question of the prompt, in order."""
@@ -107,8 +105,6 @@ class TextStep:
             heat = torch.tensor([self.model.temperature_of(question) for question in prompt.questions])
             probabilities = (logits.cpu() / heat[:, None]).softmax(-1).numpy()
             logits, act = logits.cpu().numpy(), act.softmax(-1)[:, 0].cpu().numpy()
-            if not (np.isfinite(logits).all() and np.isfinite(act).all()):
-                raise NotFinite("The model's output holds NaN or infinity; there is no decision.")
             counts = prepared.present.sum(1)
             return [
                 Decisions(question, logits[i : i + 1, :k], probabilities[i : i + 1, :k], act[i : i + 1])
@@ -126,7 +122,7 @@ class TextStep:
             raise InputError("The prompt asks no question; give one or more.")
         model, config = self.model, self.model.config
         state = state_ids(model.tokens, prompt.state)
-        keep_end = not isinstance(prompt.state, str | dict)
+        keep_end = isinstance(prompt.state, list)
         part = self.parts.part if self.parts is not None else question_part
         rows = [
             text_row(model.tokens, part(model.tokens, question, config.head_max_len), state, config.max_len, keep_end)

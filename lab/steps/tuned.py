@@ -58,7 +58,7 @@ class TunedStep(StaticStep):
 
     def _language(self) -> Tensor:
         with stage("language"):
-            return self.text(self._merged())
+            return self.text(self._merged())[:, self.start :]
 
     def describe(self) -> dict:
         return {**super().describe(), "products": self.products.chosen}

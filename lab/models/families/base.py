@@ -62,7 +62,8 @@ class Family:
             if isinstance(part, np.ndarray):
                 picture = self.picture(part)
                 ids = (*self.lead, *[self.placeholder] * picture.rows, *self.tail)
-                prompt, frames = prompt.then(ids, [picture]), (*frames, part)
+                # a copy: the prompt holds the key of what the picture shows now
+                prompt, frames = prompt.then(ids, [picture]), (*frames, part.copy())
             else:
                 prompt = prompt.then(part)
         return Request(prompt, frames)

@@ -10,16 +10,16 @@ from lab.models.checkpoints import load_model
 from lab.models.families.base import Family, multiple_of, random_head, spread
 from lab.models.states import TokenState
 from lab.models.vision import DecisionModel
-from lab.pixels import make_pixels
+from lab.pixels import INTERPOLATIONS, PREPROCESS, make_pixels
 from lab.resume import Picture
-from lab.tokens import FAKE, GLOBAL, IMAGE, encode, load_tokenizer
+from lab.tokens import FAKE, GLOBAL, IMAGE, encode, plain
 
 
 class SmolVLM(Family):
     """`lab.load_model`'s backbone as a language model: its head is its embedding where that was trained, else random."""
 
     def __init__(self, model: DecisionModel, seed: int):
-        self.model, self.tokenizer = model, load_tokenizer(model.added_tokens)
+        self.model, self.tokenizer = model, model.tokenizer
         self.name, self.weights = "smolvlm", model.weights
         self.lead = tuple(encode(self.tokenizer, FAKE + GLOBAL))
         self.tail = tuple(encode(self.tokenizer, FAKE))
@@ -27,11 +27,17 @@ class SmolVLM(Family):
         trained = not model.weights.startswith("random")
         head = table if trained else random_head(*table.shape, table, seed)
         super().__init__(model.encoder.text_model, model.encoder.vision_model, head, encode(self.tokenizer, IMAGE)[0])
-        self.pixels = make_pixels("device", model.config.image_size, model.device, model.dtype)
+        self.pixels = make_pixels(
+            PREPROCESS[model.config.preprocess],
+            model.config.image_size,
+            model.device,
+            model.dtype,
+            INTERPOLATIONS[model.config.image_interpolation],
+        )
 
     def text(self, text: str) -> list[int]:
-        """Token ids of a text."""
-        return encode(self.tokenizer, text)
+        """Token ids of a text, the tokenizer's added tokens in it turned into spaces."""
+        return encode(self.tokenizer, plain(self.tokenizer, text))
 
     def picture(self, frame: np.ndarray) -> Picture:
         multiple_of(frame, 1, self.name)
