@@ -69,6 +69,14 @@ def test_the_latency_answer_follows_the_rows():
     assert table.loc[0, "published_percent"] == 9.4
 
 
+def test_the_cost_of_the_mask_stands_beside_the_published_seven_per_cent():
+    rows = made_up(20, 10)
+    block = rows[rows["arm"] == latency.BASE].assign(arm="block")
+    block.loc[block["stage"] == "language", "ms"] *= 1.5
+    cost = latency.mask_cost(pd.concat([rows, block]), published("stages")).iloc[0]
+    assert cost[["here", "published"]].tolist() == pytest.approx([1.5, 1.069], abs=1e-3)
+
+
 def test_unknown_profiles_are_refused():
     for experiment in (latency, graphs, question_first):
         with pytest.raises(InputError, match="Unknown profile 'quick'"):
@@ -97,9 +105,10 @@ def test_the_graphs_document_has_rows_parity_and_what_could_be_captured(graph_be
 
 def test_the_graphs_tables_set_the_published_factor_beside_measured(graph_bench):
     speed = graphs.speed_table(graph_bench.rows).assign(preset="smolvlm-256m", dtype="bf16", arm="captured")
-    beside = graphs.beside_published(speed, published("static_step"))
+    beside = graphs.beside_published(speed, published("static_step"), published("graphs"))
     one = beside[(beside["workload"] == "pong") & (beside["frames"] == 1)].iloc[0]
     assert (one["published captured, from"], one["to"]) == (3.51, 4.98)
+    assert (one["not captured, from"], one["to "]) == pytest.approx((51.089 / 49.277, 56.656 / 51.308))
     assert "times the time of eager" in graphs.speed_sentence(speed.assign(shown=True))
     assert "no difference shown" in graphs.speed_sentence(speed.assign(shown=False))
     assert "graph not used" in graphs.speed_sentence(speed.assign(shown=True, graph="not used"))

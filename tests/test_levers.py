@@ -6,7 +6,7 @@ import pytest
 
 from lab import figures
 from lab.errors import InputError
-from lab.experiments import lever_results, levers
+from lab.experiments import lever_results, levers, pixel_paths
 from lab.models import load_model
 from lab.records import read_rows
 from lab.steps import openvino
@@ -52,6 +52,30 @@ def test_the_bench_prints_one_object(rows):
     assert {"arm", "ms", "ratio", "shown", "flips", "max_logit", "start_s"} <= set(found["rows"][0])
     assert "tuned" in found["verdict"] and "openvino" in found["verdict"]
     assert "batch 4" in bench.table()
+
+
+def test_published_levers_stand_beside_measured(rows):
+    beside = lever_results.beside_published(lever_results.lever_table(rows))
+    own = beside[beside["preset"] == "tiny"]
+    assert set(own["arm"]) == {"batch 4", "half-size pictures", levers.KEPT} and own["times plain"].all()
+    batch = own[own["arm"] == "batch 4"].set_index("published on")["published"]
+    assert batch["a decision in bf16, NVIDIA L4"] == pytest.approx(13.594 / 36.816)
+    kept = own[own["arm"] == levers.KEPT]["published"].tolist()
+    assert kept == pytest.approx([38.4 / 53.1, 11.2 / 8.7])
+    half = own[own["arm"] == "half-size pictures"].iloc[0]
+    assert half["published"] == pytest.approx(49.1 / 53.5) and half["published score"].startswith("0.255 to 0.030")
+    frames = lever_results.kept_frames(rows).set_index("preset")
+    assert frames.loc["tiny", "published kept"] == 0.47 and frames.loc["tiny", "apart"] < 1e-5
+    # two frames to start with, of which one stays kept at every decision, the A/A arm's and the compared answers' aside
+    assert 0.4 < frames.loc["tiny", "kept"] < 0.6
+
+
+def test_other_ways_to_resize_are_as_far_from_the_processor_as_published():
+    levels = pixel_paths.grey_levels().dropna().set_index(["filter", "size"])
+    assert levels["mean"].tolist() == pytest.approx(levels["mean, published"].tolist(), rel=0.06)
+    answers = pixel_paths.answers(load_model("pocket"), decisions=4).set_index("filter")
+    assert answers.loc["composed", "mean_difference"] < answers.loc["bicubic", "mean_difference"]
+    assert answers["actions_changed, published"].tolist() == [3, 15]
 
 
 def made_up(medians: dict[str, float], batch: dict[str, int], flips: dict[str, float]) -> pd.DataFrame:

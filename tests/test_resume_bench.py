@@ -55,6 +55,13 @@ def test_the_last_line_is_one_object_with_every_turn(measured):
     assert all(line["encoded"] == 1 and line["encoded_without"] == line["images"] for line in document["growth"])
 
 
+def test_kept_images_stand_beside_a_published_store(measured):
+    beside = resume.beside_published(resume.times(measured[1]))
+    assert beside["case"].tolist()[:2] == ["turn 2", "turn 3"] and beside["kept"].tolist()[:2] == ["2 of 3", "3 of 4"]
+    there = [36.9 / 50.4, 34.9 / 57.8, 185 / 566, 111 / 445]
+    assert beside["ratio"].tolist()[2:] == pytest.approx(there) and "NVIDIA L4" in beside["case"][2]
+
+
 def test_the_families_answer_as_cold_passes_do(measured):
     families = pd.DataFrame(measured[0]["families"]).set_index(["family", "turn"])
     assert (families["equal"] == families["replies"]).all() and len(families) == 12

@@ -115,6 +115,7 @@ def test_the_candidates_are_the_published_seven(trained):
     loops = snake_results.loop_beside_published([], published("snake_loop")).set_index("loop")
     mean = loops.loc["published, mean of four"]
     assert mean[["times faster", "low", "high"]].tolist() == pytest.approx([1.070, 0.913, 1.255], abs=1e-3)
+    assert mean["pooled"] == pytest.approx(1.0647, abs=5e-5)
 
 
 def test_boards_of_one_length_have_one_length(trained):
@@ -181,6 +182,12 @@ def test_tables_and_sentences(rows):
     assert (stages[list(STAGES)].sum(axis=1) > 0.5 * stages["total"]).all()
     kinds = snake_results.prompt_kinds(rows, "snake").set_index("prompt")
     assert kinds.loc["verbose", "tokens"] > 1.4 * kinds.loc["compact", "tokens"]
+    said = ["published tokens", "published ms", "published ratio"]
+    assert kinds.loc["verbose", said].tolist() == ["242 to 246", 11.8, pytest.approx(1.270, abs=1e-3)]
+    beside = snake_results.scores_beside_published(rows).set_index(["where", "policy"])
+    assert beside.loc[("here", "snake"), ["games", "moves"]].tolist() == [5, 200]
+    assert beside.loc[("here", "snake"), "p50_ms"] == table["ms"].iloc[0] < beside.loc[("here", "snake"), "p95_ms"]
+    assert beside.loc[("published", "multilingual"), ["survived", "p95_ms"]].tolist() == [20, 14.38]
     scores = snake_results.scores(rows).set_index("policy")
     assert (scores["survived"] == 5).all() and scores.loc["planner-greedy", "interventions"] == 0
     assert found.sentence in snake_results.answer(rows)
@@ -198,7 +205,7 @@ def test_a_speedup_is_shown_only_outside_the_noise(rows):
         own = part["arm"] == name
         part.loc[own, "ms"] = ms + rng.uniform(0, 0.1, own.sum())
     found = snake_results.loop(part, "snake")
-    assert found.shown and found.speedup.value == pytest.approx(2, abs=0.1)
+    assert found.shown and [found.speedup.value, found.pooled] == pytest.approx([2, 2], abs=0.1)
     part.loc[part["arm"] == snake.ALL, "ms"] = 10 + rng.uniform(0, 0.1, (part["arm"] == snake.ALL).sum())
     assert not snake_results.loop(part, "snake").shown
 

@@ -291,9 +291,10 @@ def measured_elsewhere() -> dict[str, pd.DataFrame]:
     return {path.parent.name: speed_table(read_rows(path)) for path in found}
 
 
-def beside_published(speed: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+def beside_published(speed: pd.DataFrame, captured: pd.DataFrame, unrolled: pd.DataFrame) -> pd.DataFrame:
     """How many times faster than eager the static and captured arms are here (interval: the paired ratio's), and as
-    published (`published("static_step")`, two containers), by workload, frames, batch and dtype."""
+    published, by workload, frames, batch and dtype: captured (`published("static_step")`, two containers), and as fixed
+    shapes without capture (`published("graphs")`, batch 1, over its sections and masks)."""
     key = ["workload", "frames", "batch", "dtype"]
     here = speed[speed["arm"].isin(["static", "captured"]) & (speed["preset"] == "smolvlm-256m")]
     here = pd.DataFrame(
@@ -305,9 +306,11 @@ def beside_published(speed: pd.DataFrame, published: pd.DataFrame) -> pd.DataFra
             "high": 1 / here["ratio_low"],
         }
     )
-    said = published.groupby(key)["speedup"].agg(["min", "max"]).reset_index()
-    said = said.rename(columns={"min": "published captured, from", "max": "to"})
-    return here.merge(said, on=key, how="left")
+    fixed = unrolled.assign(batch=1, speedup=unrolled["eager_ms"] / unrolled["unrolled_eager_ms"])
+    for table, words in ((captured, ("published captured, from", "to")), (fixed, ("not captured, from", "to "))):
+        said = table.groupby(key)["speedup"].agg(["min", "max"]).set_axis(words, axis=1).reset_index()
+        here = here.merge(said, on=key, how="left")
+    return here
 
 
 def speed_sentence(speed: pd.DataFrame) -> str:

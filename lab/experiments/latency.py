@@ -209,6 +209,19 @@ def differences(rows: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def mask_cost(rows: pd.DataFrame, published: pd.DataFrame) -> pd.DataFrame:
+    """How many times the causal mask's time the text model takes with the block mask, paired, by workload, and as published
+    (`published("stages")`, both masks in bf16 on an NVIDIA L4, medians of separate runs)."""
+    language = published.set_index(["workload", "section"])["language"].unstack()
+    said = (language["block_bf16"] / language["causal_bf16"]).dropna()
+    lines = []
+    for title in dict.fromkeys(rows["title"]):
+        ratio = stats.paired_ratio(rows[rows["title"] == title], "block", BASE, "language")
+        here = {"here": ratio.value, "low": ratio.low, "high": ratio.high}
+        lines.append({"workload": title, **here, "published": said.get(title)})
+    return stats.Table(lines)
+
+
 def beside_published(tables: dict[str, pd.DataFrame], published: pd.DataFrame) -> pd.DataFrame:
     """Median ms of the causal decision's stages, measured here and as published (`published("stages")`), by workload."""
     stages = ["build_inputs", "resize", "vision", "language", "heads"]

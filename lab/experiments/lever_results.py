@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 
 from lab import stats
-from lab.experiments.levers import BASE, LAYER, PEAKED, run
+from lab.experiments.levers import BASE, KEPT, LAYER, PEAKED, run
+from lab.published import published
 from lab.records import about, clean
 from lab.stats import AGAIN
 
@@ -147,6 +148,44 @@ def for_page(table: pd.DataFrame) -> pd.DataFrame:
             "start (s)": table["start_s"],
         }
     )
+
+
+def beside_published(table: pd.DataFrame) -> pd.DataFrame:
+    """Of `lever_table` the levers that are published too: times the plain decision's time a decision, here and there, and
+    what becomes of the answers: flips here, the score there."""
+    batches = published("batching").assign(arm=lambda rows: "batch " + rows["batch"].astype(str))
+    alone = batches[batches["batch"] == 1].set_index("dtype")["ms_per_frame"]
+    lines = [
+        (line.arm, line.ms_per_frame / alone[line.dtype], f"a decision in {line.dtype}, NVIDIA L4")
+        for line in batches.itertuples()
+    ]
+    key = ["image_size", "pixels", "frames", "features_cached"]
+    rate = published("play").set_index(key)["decisions_per_second"]
+    four, half = "four games at once, NVIDIA L4", rate[512, "device", 1, "no"] / rate[256, "device", 1, "no"]
+    lines.append(("half-size pictures", half, four))
+    for path in ("device", "processor"):
+        lines.append((KEPT, rate[512, path, 2, "no"] / rate[512, path, 2, "yes"], f"{four}, {path} pixels"))
+    said = pd.DataFrame(lines, columns=["arm", "published", "published on"])
+    score = " to ".join(f"{value:.3f}" for value in published("play_score")["median_normalised_score"])
+    said["published score"] = np.where(said["arm"] == "half-size pictures", f"{score}, median of eight games", "")
+    return for_page(table)[["preset", "frames", "arm", "times plain", "answers changed"]].merge(said, on="arm")
+
+
+def kept_frames(rows: pd.DataFrame) -> pd.DataFrame:
+    """With two frames a decision: the share of frames whose features were still kept, and how far probabilities then lie
+    from encoding anew, here and as published."""
+    said, lines = published("feature_cache").set_index("dtype"), []
+    apart = {line["preset"]: line["max_probability"] for line in about(rows, "parity") if line["arm"] == KEPT}
+    counted = rows[(rows["arm"] == KEPT) & rows["counts"].notna()] if "counts" in rows else rows.iloc[:0]
+    for (preset, dtype), part in counted.groupby(["preset", "dtype"], sort=False):
+        last = part["counts"].iloc[-1]
+        there = said.loc[dtype] if dtype in said.index else {}
+        lines.append(
+            {"preset": preset, "dtype": dtype, "frames asked for": last["hits"] + last["misses"]}
+            | {"kept": last["hits"] / (last["hits"] + last["misses"]), "published kept": there.get("hit_rate")}
+            | {"apart": apart[preset], "published apart": there.get("difference")}
+        )
+    return stats.Table(lines)
 
 
 def _ratio(line: dict) -> str:

@@ -227,7 +227,7 @@ def _two_frames(model, asked: Workload, settings: dict, seed: int, out, preset: 
         step.decide(inputs[-1])
     tags = _tags(asked, model, preset, f", {KEPT}")
     rows = _compare(
-        [Arm.of(eager), Arm.of(kept, KEPT)],
+        [Arm.of(eager), Arm.of(kept, KEPT, counts=kept.features.counts)],
         inputs,
         settings | {"blocks": settings["pairs"], "warmup": 0},
         tags,

@@ -16,6 +16,7 @@ from lab import stats
 from lab.envs import recorded_frames
 from lab.errors import InputError
 from lab.measure import Arm, compare, stage
+from lab.published import published
 from lab.records import beside_rows, clean, join_rows
 from lab.workloads import get_workload
 
@@ -287,6 +288,19 @@ def turns(table: pd.DataFrame) -> pd.DataFrame:
 def growth(table: pd.DataFrame) -> pd.DataFrame:
     """The lines of `times` of prompts that encode one image with the skip, by the images they hold."""
     return table[table["encoded"] == 1].sort_values(["dtype", "images"], kind="stable")
+
+
+def beside_published(table: pd.DataFrame) -> pd.DataFrame:
+    """How many times the time it takes where images are kept, in turns that hold kept ones, and as published of a store
+    across calls, which says neither how many images its requests held nor how many it found."""
+    own = turns(table)
+    own = own[own["encoded"] < own["images"]]
+    kept = (own["images"] - own["encoded"]).astype(str) + " of " + own["images"].astype(str)
+    here = own[["case", "dtype", "ratio", "low", "high"]].assign(kept=kept)
+    said = published("image_store")
+    ratio = said["images_kept_ms"] / said["nothing_kept_ms"]
+    case = "published, " + said["workload"] + ", " + said["hardware"]
+    return stats.Table(pd.concat([here, pd.DataFrame({"case": case, "ratio": ratio})], ignore_index=True))
 
 
 def answer(table: pd.DataFrame, families: pd.DataFrame) -> str:

@@ -79,10 +79,12 @@ def again(rows: pd.DataFrame, model: str) -> tuple[float, float]:
 @dataclass(frozen=True)
 class Loop:
     """The loop of one model: how many times faster all three options are than eager (eager's time over theirs, paired by
-    move), the same of eager against itself, and the sentence that says whether a difference is shown."""
+    move), the same of all moves together (`pooled`) and of eager against itself, and the sentence that says whether a
+    difference is shown."""
 
     model: str
     speedup: stats.Estimate
+    pooled: float
     again: stats.Estimate
     shown: bool
     sentence: str
@@ -100,7 +102,8 @@ def loop(rows: pd.DataFrame, model: str) -> Loop:
         f"{same:.3f}): "
     )
     verdict = "a difference is shown." if shown else "no difference shown."
-    return Loop(model, speedup, same, shown, said + verdict)
+    pooled = stats.series(part, EAGER).sum() / stats.series(part, ALL).sum()
+    return Loop(model, speedup, pooled, same, shown, said + verdict)
 
 
 def stages(rows: pd.DataFrame, model: str) -> pd.DataFrame:
@@ -114,7 +117,9 @@ def stages(rows: pd.DataFrame, model: str) -> pd.DataFrame:
 
 
 def prompt_kinds(rows: pd.DataFrame, model: str) -> pd.DataFrame:
-    """The compact prompt beside the verbose one: tokens of one call, median ms, the paired ratio to compact."""
+    """The compact prompt beside the verbose one: tokens of one call, median ms, the paired ratio to compact, and the
+    published figures (tokens by another tokenizer)."""
+    said = published("snake_prompts").set_index("prompt")
     part = _part(rows, f"prompts, {model}")
     again = stats.paired_ratio(part, "compact" + stats.AGAIN, "compact")
     found = []
@@ -124,7 +129,10 @@ def prompt_kinds(rows: pd.DataFrame, model: str) -> pd.DataFrame:
         found.append(
             {"prompt": kind, "tokens": tokens, "n": time.n, "ms": time.value, "low": time.low, "high": time.high,
              "ratio": ratio.value, "ratio_low": ratio.low, "ratio_high": ratio.high,
-             "shown": kind != "compact" and stats.difference_shown(ratio, again)}
+             "shown": kind != "compact" and stats.difference_shown(ratio, again),
+             "published tokens": f"{said.loc[kind, 'tokens_from']} to {said.loc[kind, 'tokens_to']}",
+             "published ms": said.loc[kind, "median_ms"],
+             "published ratio": said.loc[kind, "median_ms"] / said.loc["compact", "median_ms"]}
         )  # fmt: skip
     return pd.DataFrame(found)
 
@@ -155,8 +163,8 @@ def memory(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """One line per policy: games, mean and median score, interventions and survivals, and the mean paired difference to
-    random-safe play on the same seeds with its bootstrap interval; `shown` where that excludes 0."""
+    """One line per policy: games, mean and median score, interventions, survivals and moves, and the mean paired difference
+    to random-safe play on the same seeds with its bootstrap interval; `shown` where that excludes 0."""
     table = pd.DataFrame(lines(rows, "game")).pivot(index="seed", columns="policy")
     found = []
     for policy in (GREEDY, RANDOM, *MODELS):
@@ -169,6 +177,7 @@ def scores(rows: pd.DataFrame) -> pd.DataFrame:
                 "median": own.median(),
                 "interventions": int(table["interventions"][policy].sum()),
                 "survived": int(table["survived"][policy].sum()),
+                "moves": int(table["moves"][policy].sum()),
                 **_difference(own, table["score"][RANDOM], policy == RANDOM),
             }
         )
@@ -185,6 +194,18 @@ def _difference(own: pd.Series, other: pd.Series, same: bool) -> dict:
         "high": gain.high,
         "shown": bool(gain.low > 0 or gain.high < 0),
     }
+
+
+def scores_beside_published(rows: pd.DataFrame) -> pd.DataFrame:
+    """How games went here and as published, with the 50th and 95th percentile of an eager decision (ms), which here were
+    taken from the ablation."""
+    here, said = scores(rows).assign(where="here").set_index("policy"), published("snake_scores")
+    for model in set(models(rows)) & set(MODELS):
+        taken = stats.percentiles(_part(rows, f"ablation, {model}"), EAGER)
+        here.loc[model, ["p50_ms", "p95_ms"]] = taken["p50"], taken["p95"]
+    both = pd.concat([here.reset_index(), said.assign(where="published")], ignore_index=True)
+    whole = dict.fromkeys(["survived", "moves", "interventions"], "Int64")
+    return both[["where", *said.columns]].astype(whole)
 
 
 def data_difference(rows: pd.DataFrame) -> stats.Estimate:
@@ -218,16 +239,20 @@ def stacked(tables: dict[str, pd.DataFrame]) -> pd.DataFrame:
 
 
 def loop_beside_published(loops: list["Loop"], table: pd.DataFrame) -> pd.DataFrame:
-    """How many times faster the loop ran: the published seeds, their geometric mean with its t interval, and ours."""
+    """How many times faster the loop ran: the published seeds, their geometric mean with its t interval, and ours; and of
+    all moves together (`pooled`)."""
     logs = np.log(table["ratio"])
     half = float(t_distribution.ppf(0.975, len(logs) - 1) * logs.std() / np.sqrt(len(logs)))
     mean, found = float(logs.mean()), []
     for line in table.itertuples():
         found.append({"loop": f"published, seed {line.seed}", "times faster": line.ratio})
     bounds = {"low": np.exp(mean - half), "high": np.exp(mean + half)}
-    found.append({"loop": "published, mean of four", "times faster": np.exp(mean), **bounds})
+    rate = published("snake_pooled").set_index("arm")["moves_per_s"]
+    pooled = rate["optimised"] / rate["eager"]
+    found.append({"loop": "published, mean of four", "times faster": np.exp(mean), **bounds, "pooled": pooled})
     for own in loops:
         ours = {"low": own.speedup.low, "high": own.speedup.high, "A/A low": own.again.low, "A/A high": own.again.high}
+        ours |= {"pooled": own.pooled}
         found.append({"loop": f"{own.model}, ours", "times faster": own.speedup.value, **ours})
     return pd.DataFrame(found)
 
