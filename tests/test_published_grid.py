@@ -163,11 +163,11 @@ def row_faults(case):
         ids, readouts = text_row(tokens, part, given, case["max_len"], isinstance(state, list))
         got = [(list(ids), list(readouts), None)]
     else:
-        added = tuple(SMOLVLM_TOKENS) if case["layout"] == "mask" else model_of(case["layout"]).added_tokens
+        tokenizer = load_tokenizer() if case["layout"] == "mask" else model_of(case["layout"]).tokenizer
         got = []
         for order in orders_of(case):
             row = build_row(
-                load_tokenizer(added),
+                tokenizer,
                 question.reordered(order),
                 case["frames"],
                 image_tokens=4,
