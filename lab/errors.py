@@ -10,7 +10,7 @@ class InputError(ValueError):
     """
 
 
-class NotFinite(InputError):
+class NotFinite(InputError, RuntimeError):
     """A model's answer holds NaN or infinity: there is no decision."""
 
 
