@@ -20,7 +20,7 @@ import torch
 from lab.cells import Cell, run_cells
 from lab.envs import make, one_hot, play
 from lab.errors import InputError
-from lab.experiments.frame_repeats import Blocks
+from lab.experiments.frame_repeats import Blocks, longest
 from lab.experiments.frame_scan import BLOCK, Difference
 from lab.experiments.players import ModelPlayer, workload_for
 from lab.measure import Arm, compare
@@ -168,12 +168,12 @@ def flips(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def watched(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of watched games among `rows`; InputError where there are none."""
+    """The rows of watched games among `rows`, one for each seed of a model; InputError where there are none."""
     if "reuse" not in rows or not (found := rows[rows["reuse"].map(lambda value: isinstance(value, list))]).size:
         raise InputError(
             "These rows hold no answers against thresholds; give rows that 05_duplicate_frames has written."
         )
-    return found.sort_values(["source", "seed"], kind="stable")  # files hold them as they finished
+    return longest(found, "source", "model")
 
 
 # --- the bound on exact partial reuse -----------------------------------------------------------------------------------
