@@ -33,16 +33,10 @@ def scanned(rows: pd.DataFrame) -> pd.DataFrame:
     return kept.sort_values(["policy", "source", "seed"], kind="stable")  # files hold them as they finished
 
 
-def longest(rows: pd.DataFrame, *names: str) -> pd.DataFrame:
-    """One row for each seed of `names`, sorted by them: its longest play, of which a shorter one is the beginning, and of
-    several as long the first."""
-    by = [*names, "seed"]
-    rows = rows.sort_values([*by, "steps"], ascending=[True] * len(by) + [False], kind="stable")
-    return rows.drop_duplicates(by)
-
-
 def _plays(rows: pd.DataFrame) -> pd.DataFrame:
-    return longest(scanned(rows), "policy", "source")
+    """Of each seed of a player and game the longest play alone: a shorter one is its beginning."""
+    by = ["policy", "source", "seed"]
+    return scanned(rows).sort_values([*by, "steps"], kind="stable").drop_duplicates(by, keep="last")
 
 
 def counted(row, published_resets: bool = False) -> np.ndarray:

@@ -20,7 +20,7 @@ import torch
 from lab.cells import Cell, run_cells
 from lab.envs import make, one_hot, play
 from lab.errors import InputError
-from lab.experiments.frame_repeats import Blocks, longest
+from lab.experiments.frame_repeats import Blocks
 from lab.experiments.frame_scan import BLOCK, Difference
 from lab.experiments.players import ModelPlayer, workload_for
 from lab.measure import Arm, compare
@@ -173,7 +173,8 @@ def watched(rows: pd.DataFrame) -> pd.DataFrame:
         raise InputError(
             "These rows hold no answers against thresholds; give rows that 05_duplicate_frames has written."
         )
-    return longest(found, "source", "model")
+    found = found.drop_duplicates(["source", "model", "seed"])
+    return found.sort_values(["source", "seed"], kind="stable")  # files hold them as they finished
 
 
 # --- the bound on exact partial reuse -----------------------------------------------------------------------------------
