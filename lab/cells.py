@@ -49,7 +49,7 @@ def run_cells(
     scheduler: str | None = None,
     title: str = "cells",
 ):
-    """Do the work of every cell and return a table, a row per cell in the order of `cells`.
+    """Do the work of every cell and return a table, a row per cell in the order of `cells`; one given twice is one.
 
     A row is the cell, what `work` returned of it, `seconds` and `worker` (host:process). With `out`, rows are appended to
     that JSON-lines file as they finish, and cells whose rows it holds already are not worked again. `workers` processes
@@ -60,17 +60,18 @@ def run_cells(
     the kind "failed" and the reason. (Dask counts deaths itself, by its `allowed-failures`.) An InputError is no failure
     of the work: such a cell is "skipped", at once. Ctrl-C lets the cells at work finish, keeps their rows, and goes on to
     end the program. Raises InputError, before any work, for a scheduler that does not answer within ten seconds, fewer
-    than one worker, and a file that cannot be written.
+    than one worker, and a file that cannot be written or that another process writes.
     """
     if workers is not None and (isinstance(workers, bool) or not isinstance(workers, int) or workers < 1):
         raise InputError(f"workers is {workers!r}; give a whole number of 1 or more.")
     records = import_module("lab.records")
-    rows = _on_disk(out, cells)
-    todo = [cell for cell in cells if _key(cell) not in rows]
-    about: list[dict] = []
+    cells, about = unique(cells), []
     with contextlib.ExitStack() as stack:
-        pool = stack.enter_context(_Dask(scheduler) if scheduler else _Local(min(workers or 10**6, len(todo))))
+        pool = stack.enter_context(_Dask(scheduler)) if scheduler else None
         writer = stack.enter_context(records.RowWriter(out)) if out else None
+        rows = on_disk(out, cells)  # once nobody else adds to them
+        todo = [cell for cell in cells if _key(cell) not in rows]
+        pool = pool or stack.enter_context(_Local(min(workers or 10**6, len(todo))))
         show = stack.enter_context(_Progress(title, len(cells), len(cells) - len(todo)))
         if not todo:
             pool = None
@@ -97,8 +98,13 @@ def _key(line: dict, names: Sequence[str] | None = None) -> tuple:
     return tuple((name, line.get(name)) for name in names or sorted(line))
 
 
-def _on_disk(out: Path | str | None, cells: Sequence[Cell]) -> dict[tuple, dict]:
-    """The rows of these cells that an earlier run has left in `out`, as they were written."""
+def unique(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells, each once, in their order."""
+    return list({_key(cell): cell for cell in cells}.values())
+
+
+def on_disk(out: Path | str | None, cells: Sequence[Cell]) -> dict[tuple, dict]:
+    """The rows of these cells that an earlier run has left in `out`, as they were written, each cell's first by its key."""
     if not out or not Path(out).is_file():
         return {}
     wanted, found = {_key(cell) for cell in cells}, {}
@@ -294,7 +300,10 @@ def _work(work: Callable[[Cell], dict], cell: Cell) -> dict:
         if not _begun:
             _begin()
         began = time.perf_counter()
-        row = work(dict(cell))
+        try:
+            row = work(dict(cell))
+        except SystemExit as error:  # it would end the worker, or be raised in the caller and end that as a success
+            raise RuntimeError(f"the work left with sys.exit({error.code!r})") from None
         seconds = round(time.perf_counter() - began, 4)
         return {**row, "seconds": seconds, "worker": f"{socket.gethostname()}:{os.getpid()}"}
 

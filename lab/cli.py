@@ -5,6 +5,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
@@ -160,10 +161,12 @@ def duplicates(
     source = None if every else f"doom:{scenario}" if game is None else f"atari:{game}"
     with _quiet(as_json):
         from lab.experiments import duplicates as experiment
+        from lab.workloads import listed
 
         try:
+            names = listed(policy) or [policy]
             found = experiment.survey(
-                source, steps, range(seed, seed + seeds), policy.split(","), out, workers, scheduler, published_resets
+                source, steps, range(seed, seed + seeds), names, out, workers, scheduler, published_resets
             )
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
@@ -279,7 +282,7 @@ def latency(
     """Time one decision and its stages: where the time goes, p50, p95, p99, missed deadlines, and a verdict."""
     if hz is not None and not 0 < hz < float("inf"):
         raise InputError(f"--hz is {hz}; give the number of decisions a second, above 0.")
-    with _quiet(as_json):
+    with _quiet(as_json, out):
         from lab.experiments.latency import bench as measure
 
         result = measure(model=model, device=device, dtype=dtype, workload=workload, hz=hz, out=out, weights=weights)
@@ -316,7 +319,7 @@ def _add_bench(name: str, module: str, told: str) -> None:
         out: Out = None,
         weights: Weights = "default",
     ) -> None:
-        with _quiet(as_json):
+        with _quiet(as_json, out):
             measure = import_module(module).bench
             result = measure(preset=preset, device=device, dtype=dtype, out=out, weights=weights)
         _print_result(result, as_json)
@@ -338,7 +341,7 @@ def snake(
     out: Out = None,
 ) -> None:
     """Time what compiling, padding and keeping prompts bring a Snake loop; compare actions, memory and games."""
-    with _quiet(as_json):
+    with _quiet(as_json, out):
         from lab.experiments.snake_results import bench as measure
 
         result = measure(preset=preset, device=device, dtype=dtype, out=out)
@@ -393,9 +396,17 @@ def _print_result(result: Any, as_json: bool) -> None:
         print(result.verdict)
 
 
-def _quiet(as_json: bool) -> contextlib.AbstractContextManager:
-    """With --json nothing but the document goes to stdout: what libraries print goes to stderr."""
-    return contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext()
+@contextlib.contextmanager
+def _quiet(as_json: bool, out: Path | None = None) -> Iterator[None]:
+    """With --json nothing but the document goes to stdout: what libraries print goes to stderr. `out` is this command's
+    alone from its first comparison to its last."""
+    with contextlib.ExitStack() as stack:
+        if as_json:
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if out is not None:
+            import_module("lab.records").check_folder(out.parent)
+            stack.enter_context(import_module("lab.locks").writing(out))
+        yield
 
 
 def _print_table(rows: list[dict[str, Any]]) -> None:

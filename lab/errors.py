@@ -1,5 +1,7 @@
 """The one exception that stands for a mistake in the input rather than in the program."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from numbers import Integral
 
 
@@ -18,3 +20,16 @@ def whole(what: str, value, least: int) -> None:
     """Raise InputError where `value` is no whole number, or below `least`."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise InputError(f"{what} is {value!r}; give a whole number of {least} or more.")
+
+
+@contextmanager
+def foreign(said: str) -> Iterator[None]:
+    """The border to another's code or file: what is raised inside, `sys.exit()` too, is an InputError of one line that
+    begins with `said`. An InputError passes as it is."""
+    try:
+        yield
+    except InputError:
+        raise
+    except (Exception, SystemExit) as error:
+        kind, text = type(error).__name__, (str(error).splitlines() or [""])[0]
+        raise InputError(f"{said} ({kind}: {text})." if text else f"{said} ({kind}).") from error

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from lab.errors import InputError
+from lab.locks import writing
 from lab.records import check_folder, write_environment
 from lab.workloads import DATA
 
@@ -17,7 +18,7 @@ from lab.workloads import DATA
 def run(out: Path | None = None, seed: int = 0) -> int:
     """Run every bench on CUDA and write its rows to `out` (default: data/measured/<the GPU's name>); the exit code.
 
-    Raises InputError where torch sees no CUDA GPU or the folder cannot be written.
+    Raises InputError where torch sees no CUDA GPU, the folder cannot be written, or another process writes it.
     """
     import torch
 
@@ -27,6 +28,13 @@ def run(out: Path | None = None, seed: int = 0) -> int:
         )
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name().lower()).strip("-")
     folder = check_folder(out or DATA / "measured" / name)
+    with writing(folder):
+        return _run(folder, seed)
+
+
+def _run(folder: Path, seed: int) -> int:
+    import torch
+
     write_environment(folder, "before", seed)
     failed = []
     for title, bench in _benches(folder, seed).items():

@@ -22,6 +22,7 @@ import pandas as pd
 
 from lab.clocks import STAGES, CudaClock, HostClock, clock_for, default_device, stage, time_call
 from lab.errors import InputError
+from lab.locks import held
 from lab.records import RowWriter, as_frame, clean, cores, environment
 from lab.stats import AGAIN, attribution, missed_deadlines, percentiles
 
@@ -323,37 +324,18 @@ class _Log:
             self.writer.close()
 
 
-@contextlib.contextmanager
-def device_lock(device: str, title: str = "") -> Iterator[None]:
+def device_lock(device: str, title: str = "") -> contextlib.AbstractContextManager[None]:
     """Measure alone on `device`: hold its lock, shared by all processes of this machine; wait, and say for whom.
 
-    Raises InputError where this very process holds it already.
+    Raises InputError where this very process holds it already, and for a link in the lock's place.
     """
-    try:
-        import fcntl
-    except ImportError:  # a system without it has no lock
-        yield
-        return
-    path = Path(tempfile.gettempdir()) / f"refrain-{device.replace(':', '-')}.lock"
-    try:
-        file = open(path, "a+")  # noqa: SIM115 (closed below)
-    except PermissionError:  # another user's file can be locked all the same
-        file = open(path)  # noqa: SIM115
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            pid, _, what = file.read().partition(" ")
-            if pid == str(os.getpid()):
-                raise InputError(f"This process is measuring on {device} already; wait for that to end.") from None
-            _say(f"Waiting for process {pid or '?'}, which is measuring on {device} ({what or 'no title'}).")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if file.writable():
-            file.truncate(0)
-            file.write(f"{os.getpid()} {title}")
-            file.flush()
-        yield
+
+    def busy(pid: str, what: str) -> None:
+        if pid == str(os.getpid()):
+            raise InputError(f"This process is measuring on {device} already; wait for that to end.")
+        _say(f"Waiting for process {pid or '?'}, which is measuring on {device} ({what or 'no title'}).")
+
+    return held(Path(tempfile.gettempdir()) / f"refrain-{device.replace(':', '-')}.lock", title, busy, keep=True)
 
 
 class _Progress:

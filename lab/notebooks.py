@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lab.errors import InputError
+from lab.workloads import listed
 
 PROFILES = ("smoke", "standard", "full")
 
@@ -48,7 +49,7 @@ def select(folder: Path, only: str | None = None) -> list[Path]:
     if only is None:
         return found
     chosen = []
-    for word in filter(None, (w.strip().removesuffix(".ipynb") for w in only.split(","))):
+    for word in (word.removesuffix(".ipynb") for word in listed(only)):
         hits = [p for p in found if p.stem == word or p.stem.split("_")[0] == word or p.stem.partition("_")[2] == word]
         if not hits:
             raise InputError(f"no notebook is called {word!r}; there are: {', '.join(p.stem for p in found)}")

@@ -23,6 +23,7 @@ import numpy as np
 import pandas as pd
 
 from lab.errors import InputError
+from lab.locks import writing
 
 _PACKAGES = (
     "refrain-lab", "torch", "transformers", "numpy", "scipy", "pandas", "pillow", "gymnasium", "ale-py", "vizdoom",
@@ -87,12 +88,15 @@ class RowWriter:
     """Appends rows to a JSON-lines file, one at a time, each on disk before `append` returns.
 
     Every line is handed to the operating system at once, so that rows survive a killed process. A last line left torn
-    by an earlier kill is closed first. Raises InputError where the file cannot be written.
+    by an earlier kill is closed first. Raises InputError where the file cannot be written, and where another process
+    writes it.
     """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
         check_folder(self.path.parent)
+        self._alone = contextlib.ExitStack()
+        self._alone.enter_context(writing(self.path))
         try:
             # unbuffered: a buffered file that could not be written raises a second time when it is collected
             self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (lives as long as the writer)
@@ -101,6 +105,7 @@ class RowWriter:
                 if self._file.read(1) != b"\n":
                     self._file.write(b"\n")
         except OSError as error:
+            self._alone.close()
             raise _unwritable(self.path, error) from error
 
     def append(self, row: dict) -> dict:
@@ -120,6 +125,7 @@ class RowWriter:
 
     def close(self) -> None:
         self._file.close()
+        self._alone.close()
 
     def __enter__(self):
         return self
@@ -353,7 +359,8 @@ class Run:
 
     The folder is the environment variable LAB_RUN_FOLDER (set by `lab run`), otherwise reports/interactive beside the
     notebooks folder. An interactive notebook that measures again starts a new rows file; the one before it stays as
-    <notebook>.rows.old.jsonl. Raises InputError where nothing can be written there.
+    <notebook>.rows.old.jsonl. Until it is saved, a run that measures is the only process that writes its rows. Raises
+    InputError where nothing can be written there, and where another process writes the rows.
     """
 
     def __init__(self, notebook: str, parameters: dict):
@@ -362,9 +369,11 @@ class Run:
         self.notebook, self.parameters = notebook, dict(parameters)
         self.folder = check_folder(os.environ.get("LAB_RUN_FOLDER") or _interactive_folder())
         self.rows_path = self.folder / f"{notebook}.rows.jsonl"
-        self._started = time.perf_counter()
-        if self.rows_path.exists() and not self.parameters.get("rows"):
-            os.replace(self.rows_path, self.folder / f"{notebook}.rows.old.jsonl")
+        self._started, self._alone = time.perf_counter(), contextlib.ExitStack()
+        if not self.parameters.get("rows"):
+            self._alone.enter_context(writing(self.rows_path))
+            if self.rows_path.exists():
+                os.replace(self.rows_path, self.folder / f"{notebook}.rows.old.jsonl")
 
     def log(self, message: str) -> None:
         """Say `message` on stderr and keep it, with the time, in <notebook>.log."""
@@ -382,7 +391,7 @@ class Run:
         """
         here = self._measured_on() or {"cpu": _cpu(), "gpus": _gpus(), "torch": _torch_state(), "versions": _versions()}
         machine = {name: here.get(name) for name in ("cpu", "gpus", "torch")}
-        return write_json(
+        path = write_json(
             self.folder / f"{self.notebook}.json",
             {
                 "notebook": self.notebook,
@@ -395,6 +404,8 @@ class Run:
                 "finished": datetime.now(UTC).isoformat(),
             },
         )
+        self._alone.close()
+        return path
 
     def _measured_on(self) -> dict | None:
         """The environment that given rows tell of themselves; None where this run measures or they tell none."""

@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from datetime import datetime
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from lab.errors import InputError
+from lab.locks import writing
 from lab.notebooks import Notebook, measures, notebooks_folder, prepare, read_parameters, select
 
 # Minutes on two CPU cores in profile `standard`, measured; a smoke run takes about a tenth of a minute each.
@@ -38,28 +40,39 @@ class Outcome:
     seconds: float
 
 
-def open_folder(out: Path | None, names: list[str], shown: Collection[str] = ()) -> Path:
-    """Create the run's folder (default reports/<date-time>), prove that it can be written, return its absolute path.
+@contextmanager
+def open_folder(out: Path | None, names: list[str], shown: Collection[str] = ()) -> Iterator[Path]:
+    """Create the run's folder (default: a new reports/<date-time>), prove that it can be written, and give its absolute
+    path; while the block runs no other process runs notebooks into it.
 
     What an earlier run left there of the same notebooks is moved into earlier-<date-time>/, so that nothing old can
     pass for a result of this run; only the rows files that are to be `shown` stay. InputError for a folder that is
-    read-only, full, or no folder.
+    read-only, full, or no folder, and for one that another process writes.
     """
     now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    folder = (out or Path("reports") / now).resolve()
-    import_module("lab.records").check_folder(folder)
-    free = shutil.disk_usage(folder).free / 1e6
-    if free < DISK_MB:
-        raise InputError(
-            f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out"
-        )
-    old = [p for name in names for p in folder.glob(f"{name}.*") if str(p) not in shown]
-    if old:
-        attic = folder / f"earlier-{now}"
-        attic.mkdir(exist_ok=True)
-        for path in old:
-            path.rename(attic / path.name)
-    return folder
+    check = import_module("lab.records").check_folder
+    folder = check(out.resolve() if out else _new_folder(check("reports").resolve() / now))
+    with writing(folder):
+        free = shutil.disk_usage(folder).free / 1e6
+        if free < DISK_MB:
+            raise InputError(
+                f"{folder} has {free:.0f} MB free and a run may need {DISK_MB}: choose another folder with --out"
+            )
+        old = [p for name in names for p in folder.glob(f"{name}.*") if str(p) not in shown]
+        if old:
+            attic = _new_folder(folder / f"earlier-{now}")
+            for path in old:
+                path.rename(attic / path.name)
+        yield folder
+
+
+def _new_folder(path: Path) -> Path:
+    """Make a folder that was not there: `path`, or path-2, path-3 ... where another run has begun in the same second."""
+    for number in count(1):
+        with suppress(FileExistsError):
+            folder = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            folder.mkdir()
+            return folder
 
 
 def minutes(notebook: Notebook) -> float:
@@ -243,16 +256,17 @@ def run(
     With `rows`, a folder, the notebooks show its rows instead of measuring (see `lab.elsewhere`): those it has rows of, and
     those that measure nothing. With `workload`, a file of the reader's own, those run that have a parameter of that name,
     and the verdict. Returns the exit code: 0 when every notebook ran to its end, 1 when one did not (the others
-    still run), 130 after Ctrl-C. Raises InputError, before anything runs, for whatever cannot work.
+    still run), 130 after Ctrl-C. Raises InputError, before anything runs, for whatever cannot work, such as a folder that
+    another process writes.
     """
     for package in ("papermill", "nbconvert", "ipykernel"):
         if find_spec(package) is None:
             raise InputError(f"{package} is not installed: install everything with make report or pip install -e .")
     say("reading the notebooks ...")
     paths = select(Path(folder).resolve() if folder else notebooks_folder(), only)
-    elsewhere, given = import_module("lab.elsewhere"), {}
+    given: dict[str, Path] = {}
     if rows is not None:
-        given = elsewhere.find(rows, [path.stem for path in paths])
+        given = import_module("lab.elsewhere").find(rows, [path.stem for path in paths])
         paths = [path for path in paths if path.stem in given or not measures(path)]
     parameters = dict(parameters or {})
     if workload is not None:
@@ -263,7 +277,14 @@ def run(
             say(f"not run, since they ask nothing of your frames: {', '.join(path.stem for path in without)}")
     notebooks = prepare(paths, profile, parameters, given)
     shown = [*map(str, given.values()), *(n.passed.get("rows", "") for n in notebooks)]
-    target = open_folder(out, [n.name for n in notebooks], shown)
+    with open_folder(out, [n.name for n in notebooks], shown) as target:
+        return _run_into(target, notebooks, given, rows, say)
+
+
+def _run_into(
+    target: Path, notebooks: list[Notebook], given: dict[str, Path], rows: Path | None, say: Callable[[str], None]
+) -> int:
+    elsewhere = import_module("lab.elsewhere")
     records, report = import_module("lab.records"), import_module("lab.report")
     if given:
         taken = elsewhere.take_over(given, rows, target)

@@ -150,6 +150,11 @@ def load_workloads(path: str | Path | None = None) -> dict[str, Workload]:
     return {name: _workload(name, table, tables, path) for name, table in tables.items()}
 
 
+def listed(text: str) -> list[str]:
+    """The names in a comma list, each once, in their order."""
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
 def chosen(names: Sequence[str], path: str | Path | None = None) -> list[Workload]:
     """The workloads that an experiment measures: those of the file `path`, or of the shipped ones those called `names`."""
     return list(load_workloads(path).values()) if path else [get_workload(name) for name in names]

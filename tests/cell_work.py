@@ -46,3 +46,10 @@ def with_child(cell: dict) -> dict:
     said.write_text(str(child.pid))
     os.kill(os.getpid(), signal.SIGKILL)
     return {}
+
+
+def leaves(cell: dict) -> dict:
+    """Leaves with sys.exit(n) where n is 0."""
+    if cell["n"] == 0:
+        raise SystemExit(0)
+    return {"n": cell["n"]}

@@ -39,7 +39,7 @@ def _emulator() -> tuple[Any, Any]:
 
 
 class Atari:
-    """One Atari game, `ALE/<game>-v5`; frames uint8 [height, width, 3], mostly 210 x 160.
+    """One Atari game, `ALE/<game>-v5`; frames uint8 [height, width, 3], mostly 210 x 160, each an array of its own.
 
     `full_actions` offers all 18 joystick positions instead of the game's own set.
     """
@@ -68,14 +68,14 @@ class Atari:
         """Begin an episode and return its first frame. A seed starts the game's random numbers over; without one the
         first reset takes the seed given at the start, and later ones go on."""
         seed, self._seed = self._seed if seed is None else seed, None
-        return self._env.reset(seed=seed)[0]
+        return self._env.reset(seed=seed)[0].copy()
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool]:
         """Take one of `actions` by number: the new frame, the reward, and whether the episode ended with it."""
         if not 0 <= action < len(self.actions):
             raise InputError(f"{self.source} has no action {action!r}; it has 0 to {len(self.actions) - 1}.")
         frame, reward, terminated, truncated, _ = self._env.step(action)
-        return frame, float(reward), terminated or truncated
+        return frame.copy(), float(reward), terminated or truncated
 
     def bare(self) -> Callable[[int], tuple[np.ndarray, bool]]:
         """The emulator's own step and screen read, past gymnasium and this class: action -> (frame, ended)."""

@@ -56,9 +56,10 @@ def _emulator() -> Any:
 
 
 class Doom:
-    """One Doom scenario as shipped; frames uint8 [240, 320, 3]. An action is a button's number or a 0/1 list.
+    """One Doom scenario as shipped; frames uint8 [240, 320, 3], each an array of its own.
 
-    `labels` has the engine say what is on the screen, for scripted experts; the frames are the same.
+    An action is a button's number or a 0/1 list. `labels` has the engine say what is on the screen, for scripted
+    experts; the frames are the same.
     """
 
     terminal_frame = False
@@ -123,7 +124,7 @@ class Doom:
             raise InputError(f"{self.source} has {count} buttons, the action has {len(action)} numbers.")
         reward = self._game.make_action(action, self._tics)
         ended = self._game.is_episode_finished()
-        return (self._last if ended else self._frame()), float(reward), ended
+        return (self._last.copy() if ended else self._frame()), float(reward), ended
 
     def labels(self) -> list[tuple[str, tuple[int, int, int, int]]]:
         """What is on the last frame shown: (the engine's name, (left, top, right, bottom)), in pixels, half-open."""
@@ -146,7 +147,7 @@ class Doom:
         state = self._game.get_state()
         self._last = state.screen_buffer.copy()  # the buffer belongs to the engine
         self._labels = [(o.object_name, (o.x, o.y, o.x + o.width, o.y + o.height)) for o in state.labels or []]
-        return self._last
+        return self._last.copy()  # the caller's own, to keep or to draw on
 
     def describe(self) -> dict[str, Any]:
         """What decides how the game runs, as it is in effect: for the environment record."""

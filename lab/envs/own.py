@@ -2,13 +2,14 @@
 
 | source | frames |
 |---|---|
-| `folder:PATH` | the pictures of a folder, in the order of their names, over and over |
+| `folder:PATH` | the pictures of a folder, in the order of their names, over and over, as a viewer shows them |
 | `gym:ID` | what a gymnasium environment shows, under a random policy: the observation if that is a picture, or `render()` |
 | `python:MODULE:FUNCTION`, `python:FILE.py:FUNCTION` | `function(i)`, the frame of moment i = 0, 1, ..., uint8 [H, W, 3] |
 | `video:FILE` | the frames of a video, over and over (needs the extra `video`) |
 
 Several, joined with " + ", are cameras that see the same moment: a decision takes one frame of each. Pictures of another
-size than the first are brought to that size.
+size than the first are brought to that size. Each frame is an array of its own, so that a source may refill one; and
+whatever another's code raises, `sys.exit()` too, is told in one sentence (InputError).
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 
 from lab.envs import frames_for
-from lab.errors import InputError
+from lab.envs.pictures import read_picture
+from lab.errors import InputError, foreign
 from lab.workloads import CAMERAS, Workload, load_workloads
 
 MOST_VIDEO_FRAMES = 2000
@@ -77,51 +79,47 @@ class Gym:
             import ale_py
 
             gymnasium.register_envs(ale_py)
-        try:
+        self.source, self._seed, self.actions = f"gym:{name}", seed, ["sample"]
+        with foreign(f"The gymnasium environment {name!r} does not start"):
             self._env = gymnasium.make(name, render_mode="rgb_array", disable_env_checker=True)
-        except Exception as error:  # whatever an environment's own code raises
-            raise InputError(f"The gymnasium environment {name!r} does not start ({_first_line(error)}).") from None
-        self.source, self._seed = f"gym:{name}", seed
-        space = self._env.action_space
-        self._discrete = isinstance(space, gymnasium.spaces.Discrete)
-        space.seed(seed)
-        self.actions = ["sample"]
-        if self._discrete:
-            named = getattr(self._env.unwrapped, "get_action_meanings", lambda: ())()
-            self.actions = list(named) or [str(i) for i in range(int(space.n))]
+            space = self._env.action_space
+            self._discrete = isinstance(space, gymnasium.spaces.Discrete)
+            space.seed(seed)
+            if self._discrete:
+                named = getattr(self._env.unwrapped, "get_action_meanings", lambda: ())()
+                self.actions = list(named) or [str(i) for i in range(int(space.n))]
         self._offset = int(getattr(space, "start", 0))
 
     def reset(self, seed: int | None = None) -> np.ndarray:
         seed, self._seed = self._seed if seed is None else seed, None
-        return self._frame(self._env.reset(seed=seed)[0])
+        with foreign(f"{self.source} failed to reset"):
+            seen = self._env.reset(seed=seed)[0]
+        return self._frame(seen)
 
     def step(self, action: int) -> tuple[np.ndarray, float, bool]:
         if not 0 <= action < len(self.actions):
             raise InputError(f"{self.source} has no action {action!r}; it has 0 to {len(self.actions) - 1}.")
-        chosen = action + self._offset if self._discrete else self._env.action_space.sample()
-        seen, reward, terminated, truncated, _ = self._env.step(chosen)
-        return self._frame(seen), float(reward), bool(terminated or truncated)
+        with foreign(f"{self.source} failed at a step"):
+            chosen = action + self._offset if self._discrete else self._env.action_space.sample()
+            seen, reward, terminated, truncated, _ = self._env.step(chosen)
+            reward, ended = float(reward), bool(terminated or truncated)
+        return self._frame(seen), reward, ended
 
     def _frame(self, seen: Any) -> np.ndarray:
         picture = (
             isinstance(seen, np.ndarray) and seen.dtype == np.uint8 and seen.ndim == 3 and seen.shape[-1] in (1, 3)
         )
-        if picture:
-            return as_frame(seen, self.source)
-        try:
-            return as_frame(self._env.render(), self.source)
-        except InputError:
-            raise
-        except Exception as error:
-            raise InputError(
-                f"{self.source} shows no picture ({_first_line(error)}); install what it draws with."
-            ) from None
+        if not picture:
+            with foreign(f"{self.source} shows no picture, install what it draws with"):
+                seen = self._env.render()
+        return as_frame(seen, self.source)
 
     def describe(self) -> dict[str, Any]:
         return {"source": self.source, "actions": self.actions}
 
     def close(self) -> None:
-        self._env.close()
+        with foreign(f"{self.source} failed to close"):
+            self._env.close()
 
 
 class Cameras:
@@ -159,17 +157,19 @@ class Cameras:
 
 
 def as_frame(seen: Any, what: str) -> np.ndarray:
-    """A picture as uint8 [height, width, 3], grey repeated; InputError that names `what` for anything else."""
-    frame = np.asarray(seen)
+    """A copy of a picture as uint8 [height, width, 3], grey repeated; InputError that names `what` for anything else."""
+    with foreign(f"{what} is no picture"):
+        frame = np.asarray(seen)
     if frame.dtype == np.uint8 and frame.ndim == 2:
         frame = frame[..., None]
     if frame.dtype != np.uint8 or frame.ndim != 3 or frame.shape[-1] not in (1, 3) or not frame.size:
         raise InputError(f"{what} is {frame.dtype} {list(frame.shape)}; a frame is uint8 [height, width, 3].")
-    return np.ascontiguousarray(np.broadcast_to(frame, (*frame.shape[:2], 3)))
+    return np.array(np.broadcast_to(frame, (*frame.shape[:2], 3)), order="C")
 
 
 def folder(path: str, seed: int = 0) -> Sequence:
-    """The pictures of a folder in the order of their names. InputError where there is none, or one cannot be read."""
+    """The pictures of a folder in the order of their names, each read by `lab.envs.pictures.read_picture`. InputError
+    where there is none, and for what that refuses."""
     from PIL import Image
 
     place, known = Path(path), Image.registered_extensions()
@@ -178,41 +178,36 @@ def folder(path: str, seed: int = 0) -> Sequence:
     files = sorted(p for p in place.iterdir() if p.suffix.lower() in known and not p.name.startswith("."))
     if not files:
         raise InputError(f"The folder {path} holds no picture; put some there, such as .png or .jpg files.")
-
-    def read(number: int) -> np.ndarray:
-        try:
-            with Image.open(files[number]) as image:
-                return np.asarray(image.convert("RGB"))
-        except OSError as error:
-            raise InputError(f"{files[number]} cannot be read as a picture ({_first_line(error)}).") from None
-
-    return Sequence(f"folder:{path}", read, len(files))
+    return Sequence(f"folder:{path}", lambda number: read_picture(files[number]), len(files))
 
 
 def video(path: str, seed: int = 0) -> Sequence:
-    """The frames of a video, the first 2,000 at most. InputError without the extra or where it cannot be decoded."""
+    """The frames of a video, the first 2,000 at most, turned by the quarters that the file says. InputError without the
+    extra or where it cannot be decoded."""
     if find_spec("av") is None:
         raise InputError(f"video:{path} needs PyAV; install it with `pip install 'refrain-lab[video]'`.")
     import av
 
     if not Path(path).is_file():
         raise InputError(f"There is no video {path}.")
-    try:
-        with av.open(path) as file:
-            decoded = zip(range(MOST_VIDEO_FRAMES), file.decode(video=0), strict=False)
-            frames = [frame.to_ndarray(format="rgb24") for _, frame in decoded]
-    except (av.error.FFmpegError, IndexError) as error:
-        raise InputError(f"{path} cannot be read as a video ({_first_line(error)}).") from None
+    with foreign(f"{path} cannot be read as a video"), av.open(path) as file:
+        decoded = zip(range(MOST_VIDEO_FRAMES), file.decode(video=0), strict=False)
+        frames = [np.rot90(frame.to_ndarray(format="rgb24"), _quarters(frame)) for _, frame in decoded]
     if not frames:
         raise InputError(f"The video {path} holds no frame.")
     return Sequence(f"video:{path}", frames.__getitem__, len(frames))
 
 
+def _quarters(frame: Any) -> int:
+    """How many quarters a decoded frame is to be turned counterclockwise; 0 where PyAV does not tell."""
+    return round(getattr(frame, "rotation", 0) / 90)
+
+
 def python(path: str, seed: int = 0) -> Sequence:
     """What a Python function returns for 0, 1, 2, ...: MODULE:FUNCTION or FILE.py:FUNCTION. InputError where there is
-    none, or where it fails."""
+    none, or where it fails or leaves."""
     where, _, name = path.rpartition(":")
-    try:
+    with foreign(f"python:{path} cannot be loaded"):
         if where.endswith(".py"):
             spec = spec_from_file_location(f"own_frames_{Path(where).stem}", where)
             module = module_from_spec(spec)
@@ -220,17 +215,12 @@ def python(path: str, seed: int = 0) -> Sequence:
         else:
             module = import_module(where)
         function = getattr(module, name)
-    except Exception as error:
-        raise InputError(f"python:{path} cannot be loaded ({type(error).__name__}: {_first_line(error)}).") from None
     if not callable(function):
         raise InputError(f"python:{path} is no function; it is called with 0, 1, 2, ... and returns a frame.")
 
     def read(number: int) -> Any:
-        try:
+        with foreign(f"python:{path} failed at frame {number}"):
             return function(number)
-        except Exception as error:
-            what = f"{type(error).__name__}: {_first_line(error)}"
-            raise InputError(f"python:{path} failed at frame {number} ({what}).") from error
 
     return Sequence(f"python:{path}", read)
 
@@ -272,8 +262,4 @@ def check_workloads(path: str | Path) -> dict[str, Workload]:
 def _resize(frame: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     from PIL import Image
 
-    return np.asarray(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BILINEAR))
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return np.array(Image.fromarray(frame).resize((size[1], size[0]), Image.Resampling.BILINEAR))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from lab.cells import Cell, run_cells
+from lab.cells import Cell, on_disk, run_cells, unique
 from lab.envs import make, recorded_frames
 from lab.errors import InputError
 from lab.experiments import players
@@ -59,19 +59,22 @@ def every_source() -> list[str]:
 
 
 def cells_of(sources: list[str], policies: list[str], seeds: list[int], steps: int) -> list[Cell]:
-    """The cells of all combinations; a player that cannot play a game has none there. InputError for what cannot be."""
+    """The cells of all combinations, each once; a player that cannot play a game has none there. InputError for what cannot
+    be."""
     check_steps(steps)
     for policy in policies:
         if policy not in players.PLAYERS:
             raise InputError(f"Unknown policy {policy!r}; choose one of {', '.join(players.PLAYERS)}.")
     able = {(source, policy) for policy in policies for source in sources if _can(policy, source)}
-    return [
-        {"source": source, "policy": policy, "seed": seed, "steps": steps}
-        for policy in policies
-        for seed in seeds
-        for source in sources
-        if (source, policy) in able
-    ]
+    return unique(
+        [
+            {"source": source, "policy": policy, "seed": seed, "steps": steps}
+            for policy in policies
+            for seed in seeds
+            for source in sources
+            if (source, policy) in able
+        ]
+    )
 
 
 def _can(policy: str, source: str) -> bool:
@@ -88,7 +91,7 @@ def check_steps(steps: int) -> None:
 
 
 def plan(profile: str, seed: int = 0) -> list[Cell]:
-    """The cells of a profile, those with published figures first."""
+    """The cells of a profile, those with published figures first; each player's seed of a game is played once."""
     if profile not in PROFILES:
         raise InputError(f"Unknown profile {profile!r}; choose one of {', '.join(PROFILES)}.")
     chosen = PROFILES[profile]
@@ -107,7 +110,10 @@ def plan(profile: str, seed: int = 0) -> list[Cell]:
             steps = chosen["model_steps" if by_model else "steps"]
             others = cells_of(sources, [policy], list(range(seed, seed + chosen["seeds"])), steps)
             cells += others if chosen["bare"] else [cell | {"bare_steps": 0} for cell in others]
-    return [cell for place, cell in enumerate(cells) if cell not in cells[:place]]
+    plays: dict[tuple, Cell] = {}
+    for cell in cells:
+        plays.setdefault((cell["source"], cell["policy"], cell["seed"]), cell)
+    return list(plays.values())
 
 
 def _taught() -> bool:
@@ -147,10 +153,14 @@ def scan_all(cells: list[Cell], **how: Any) -> pd.DataFrame:
 def scan_one(
     source: str, steps: int = 2000, seed: int = 0, policy: str = "one_hot", out: Path | str | None = None
 ) -> pd.DataFrame:
-    """Scan one game in this process: its row, as a table, appended to `out`. InputError for what cannot be."""
+    """Scan one game in this process: its row, as a table, appended to `out`, or the one that `out` holds of it already.
+    InputError for what cannot be."""
     check_steps(steps)
     cell = {"source": source, "policy": policy, "seed": seed, "steps": steps}
     with RowWriter(out) if out is not None else nullcontext() as writer:
+        if found := on_disk(out, [cell]):
+            print(f"{out} holds it already", file=sys.stderr, flush=True)
+            return as_frame(list(found.values()))
         row = {**cell, **scan(cell)}
         return as_frame([writer.append(row) if writer else clean(row)])
 

@@ -23,13 +23,20 @@ NEEDED = {"source", "policy", "seed", "steps", "pixels", "changed", "lag", "open
 
 
 def scanned(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of scanned games among `rows`, in a fixed order; InputError where there are none."""
+    """The rows of scanned games among `rows`, each cell's first, in a fixed order; InputError where there are none."""
     if missing := NEEDED - set(rows.columns):
         raise InputError(
             f"These rows lack {', '.join(sorted(missing))}; give rows that 05_duplicate_frames or `lab duplicates` wrote."
         )
     kept = rows[rows["changed"].map(lambda value: isinstance(value, list))]
+    kept = kept.drop_duplicates(["source", "policy", "seed", "steps"])
     return kept.sort_values(["policy", "source", "seed"], kind="stable")  # files hold them as they finished
+
+
+def _plays(rows: pd.DataFrame) -> pd.DataFrame:
+    """Of each seed of a player and game the longest play alone: a shorter one is its beginning."""
+    by = ["policy", "source", "seed"]
+    return scanned(rows).sort_values([*by, "steps"], kind="stable").drop_duplicates(by, keep="last")
 
 
 def counted(row, published_resets: bool = False) -> np.ndarray:
@@ -128,7 +135,7 @@ def summary(rows: pd.DataFrame, published_resets: bool = False) -> pd.DataFrame:
     and `pace`, the one over the other (the median of the blocks that both played).
     """
     lines = []
-    for (source, policy), part in scanned(rows).groupby(["source", "policy"], sort=False):
+    for (source, policy), part in _plays(rows).groupby(["source", "policy"], sort=False):
         kept = [(row, counted(row, published_resets)) for row in part.itertuples()]
         changed = Blocks([np.array(row.changed)[places] / row.pixels for row, places in kept])
         lag = Blocks([np.array(row.lag)[places] for row, places in kept])
@@ -170,7 +177,7 @@ def rates(part: pd.DataFrame) -> dict[str, float]:
 def recurrence(rows: pd.DataFrame, lags: Sequence[int] = LAGS) -> pd.DataFrame:
     """The share of frames that were seen at most so many frames ago: source, policy, lag, share, over all seeds."""
     lines = []
-    for (source, policy), part in scanned(rows).groupby(["source", "policy"], sort=False):
+    for (source, policy), part in _plays(rows).groupby(["source", "policy"], sort=False):
         ago = np.concatenate([np.array(row.lag)[counted(row)] for row in part.itertuples()])
         for most in lags:
             share = np.count_nonzero((ago > 0) & (ago <= most)) / len(ago)
@@ -181,7 +188,7 @@ def recurrence(rows: pd.DataFrame, lags: Sequence[int] = LAGS) -> pd.DataFrame:
 def changes(rows: pd.DataFrame) -> pd.DataFrame:
     """Every counted pair's share of changed pixels, for distributions: source, policy, changed."""
     parts = []
-    for row in scanned(rows).itertuples():
+    for row in _plays(rows).itertuples():
         share = np.array(row.changed)[counted(row)] / row.pixels
         parts.append(pd.DataFrame({"source": row.source, "policy": row.policy, "changed": share}))
     return pd.concat(parts, ignore_index=True)

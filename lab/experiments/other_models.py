@@ -11,12 +11,12 @@ from lab.errors import InputError
 from lab.measure import Arm, compare
 from lab.models.other import TINY, OtherModel, OtherStep, find_segments, load_other
 from lab.tokens import Row
-from lab.workloads import Workload, chosen
+from lab.workloads import Workload, chosen, listed
 
 
 def names_of(text: str) -> list[str]:
-    """Model names from a comma list; InputError where there is none."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    """Model names from a comma list, each once; InputError where there is none."""
+    names = listed(text)
     if not names:
         raise InputError(f"other names no model; give {', '.join(TINY)}, a folder or a hub name.")
     return names

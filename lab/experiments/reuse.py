@@ -168,11 +168,12 @@ def flips(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def watched(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of watched games among `rows`; InputError where there are none."""
+    """The rows of watched games among `rows`, one for each seed of a model; InputError where there are none."""
     if "reuse" not in rows or not (found := rows[rows["reuse"].map(lambda value: isinstance(value, list))]).size:
         raise InputError(
             "These rows hold no answers against thresholds; give rows that 05_duplicate_frames has written."
         )
+    found = found.drop_duplicates(["source", "model", "seed"])
     return found.sort_values(["source", "seed"], kind="stable")  # files hold them as they finished
 
 
