@@ -37,7 +37,7 @@ class Sampling:
     def choose(self, logits: Tensor, position: int) -> int:
         """The token after `position` tokens, from logits [vocabulary]; NotFinite where these are no numbers."""
         logits = logits.float().cpu()
-        if not logits.isfinite().all():
+        if not logits.max().isfinite():  # a token that may not come has -inf
             raise NotFinite("The logits of the next token are NaN or infinite, so no token can be chosen.")
         if self.temperature > 0:
             generator = torch.Generator().manual_seed(self.seed * 1_000_003 + position)

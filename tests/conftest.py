@@ -60,3 +60,31 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA GPU here"))
+
+
+@pytest.fixture(scope="session")
+def mini():
+    """A decision model of a few milliseconds whose answers depend on every picture: 64 px, one image token."""
+    import torch
+
+    from lab.models.checkpoints import FRESH, _build
+    from lab.models.vision import DecisionConfig
+
+    shape = {
+        "image_size": 64,
+        "vision": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1},
+        "text": {
+            "hidden_size": 64,
+            "intermediate_size": 64,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+        },
+    }
+    model = _build(shape, DecisionConfig(image_size=64, head_layers=1, **FRESH), 0, "mini").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            norm = "norm" in name and name.endswith("weight")
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.2 + norm)
+    return model.requires_grad_(False)
