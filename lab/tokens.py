@@ -340,16 +340,15 @@ def option_labels(tokenizer: Tokenizer, count: int) -> list[int]:
 
     Raises InputError where the vocabulary has too few of them.
     """
-    names = (
-        "".join(letters) for size in (1, 2, 3) for letters in itertools.product(string.ascii_uppercase, repeat=size)
-    )
-    single = (ids[0] for ids in (encode(tokenizer, f" {name}") for name in names) if len(ids) == 1)
-    labels = list(itertools.islice(dict.fromkeys(single), count))
-    if len(labels) < count:
-        raise InputError(
-            f"The tokenizer has single tokens to label {len(labels)} options, not {count}; use fewer options."
-        )
-    return labels
+    labels: dict[int, None] = {}
+    for size in (1, 2, 3):
+        for letters in itertools.product(string.ascii_uppercase, repeat=size):
+            ids = encode(tokenizer, " " + "".join(letters))
+            if len(ids) == 1:
+                labels[ids[0]] = None
+            if len(labels) == count:
+                return list(labels)
+    raise InputError(f"The tokenizer has single tokens to label {len(labels)} options, not {count}; use fewer options.")
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

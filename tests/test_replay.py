@@ -1,4 +1,4 @@
-"""The replay path on a CPU, with a stand-in for CUDA graphs: captured steps answer as their uncaptured twins, bit for bit."""
+"""The replay path on a CPU, over a stand-in for CUDA graphs: captured steps answer as uncaptured ones, bit for bit."""
 
 import numpy as np
 import pytest
@@ -54,7 +54,7 @@ def test_a_captured_step_is_its_uncaptured_twin(mini, graphs, kind, frames, batc
         for captured, twin in answers:  # looked at only now: a later replay must not have changed them
             for name in ("logits", "probabilities", "p_act"):
                 np.testing.assert_array_equal(getattr(captured, name), getattr(twin, name))
-        assert built[0].counts() == built[1].counts()
+        assert built[0].reuse_counts() == built[1].reuse_counts()
         apart = np.ptp([one.logits for _, one in answers], axis=0)
         assert apart.max() > 0.01, "the answers follow the frames"
     assert len(graphs) == 1 + 2 * (frames > 1)

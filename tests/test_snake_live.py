@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -126,9 +127,8 @@ def test_an_answer_that_is_none_makes_no_move_and_ends_the_play(trained, monkeyp
         def spoil(given):
             if broken == "_forward":
                 return tuple(torch.full_like(part, torch.nan) for part in whole(given))
-            answers = whole(given)
-            answers[1].probabilities[:] = 1.5
-            return answers
+            first, second, third = whole(given)
+            return [first, replace(second, probabilities=second.probabilities * 0 + 1.5), third]
 
         monkeypatch.setattr(session.step.step, broken, spoil)
         assert live_play.watch(session, 5, lines.append) == 1

@@ -176,7 +176,7 @@ def _measure(case: Case, steps: list, settings: dict, seed: int, out, preset: st
     inputs = np.roll(inputs, -before, axis=0)  # block 0 then follows the frame before it, as reuse expects
     steps = [step for step in steps if _starts(step, inputs[-1])]
     rows = compare(
-        [Arm.of(step) for step in steps],
+        [Arm.of(step, counts=step.reuse_counts if getattr(step, "reuse", False) else None) for step in steps],
         inputs,
         blocks=settings["blocks"],
         warmup=settings["warmup"],

@@ -118,7 +118,7 @@ class Decisions:
             value = np.array(getattr(self, name))
             if not np.isfinite(value).all():
                 raise NotFinite(
-                    f"The {name} of an answer are NaN or infinite, so there is no decision; `lab check` says whether the "
+                    f"The {name} of an answer hold NaN or infinity, so there is no decision; `lab check` says whether the "
                     "checkpoint's weights are sound, and another dtype may hold what this one cannot."
                 )
             value.flags.writeable = False

@@ -39,6 +39,7 @@ class PaddedStep:
         self.built: list[int] = []
         self._steps: OrderedDict[int, object] = OrderedDict()  # by size, last used last
         self._size, self._batch = self.sizes[0], self.sizes[0]
+        self._shape: tuple | None = None  # of one input, whatever the batch; from the first call on
         step = self._step(self._size)
         self.question, self.frames, self.device = step.question, step.frames, getattr(step, "device", None)
         self.name = name or f"{step.name}, padded"
@@ -56,6 +57,11 @@ class PaddedStep:
             raise InputError(
                 f"A batch of {batch} exceeds the largest size, {self.sizes[-1]}; give sizes that reach it."
             )
+        shape = tuple(getattr(inputs, "shape", ())[1:])
+        if shape and self._shape not in (None, shape):
+            raise InputError(
+                f"The inputs are {list(shape)}, this step was set up for {list(self._shape)}; build a new one."
+            )
         size = self.sizes[bisect_left(self.sizes, batch)]
         step = self._step(size)
         if size != self._size:
@@ -66,6 +72,7 @@ class PaddedStep:
                 padded = [min(place, batch - 1) for place in range(size)]
                 inputs = inputs[padded] if hasattr(inputs, "shape") else [inputs[place] for place in padded]
         answer = step.decide(inputs)
+        self._shape = shape or self._shape
         return Decisions(answer.question, answer.logits[:batch], answer.probabilities[:batch], answer.p_act[:batch])
 
     def _step(self, size: int):
@@ -83,8 +90,9 @@ class PaddedStep:
     @one_thread
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """A new episode begins in these rows of the batch given last (all by default); its padding follows its last row."""
-        if rows is not None and self._batch - 1 in rows:
-            rows = [*rows, *range(self._batch, self._size)]
+        if rows is not None:
+            follows = range(self._batch, self._size) if self._batch - 1 in rows else ()
+            rows = [row for row in (*rows, *follows) if row < self._size]  # of later ones nothing is kept
         if self._size in self._steps:
             self._steps[self._size].reset(rows)  # the others are reset when they are next used
 

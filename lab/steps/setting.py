@@ -6,7 +6,8 @@ Also here: that a step is used by one thread at a time.
 import functools
 import warnings
 from dataclasses import dataclass, fields
-from threading import RLock
+from threading import Lock, RLock
+from weakref import WeakKeyDictionary
 
 from lab.errors import InputError
 from lab.models.vision import OPTION_ATTENTION, READOUTS, DecisionModel
@@ -14,6 +15,8 @@ from lab.pixels import FILTERS, INTERPOLATIONS, PATHS, PREPROCESS
 from lab.tokens import LAYOUTS
 
 _said: set[tuple] = set()  # overrides that were already put in words
+_locks: WeakKeyDictionary = WeakKeyDictionary()  # by step, which itself can then be copied
+_guard = Lock()
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def one_thread(method):
 
     @functools.wraps(method)
     def alone(self, *args, **kwargs):
-        lock = vars(self).setdefault("_one_thread", RLock())
+        with _guard:
+            lock = _locks.setdefault(self, RLock())
         if not lock.acquire(blocking=False):
             raise InputError(
                 f"The step {self.name!r} is in use by another thread; give each thread a step of its own, or let them wait "

@@ -29,8 +29,8 @@ class StaticStep:
     `pixels`, `filter` and `layout` are the checkpoint's unless given, see `lab.steps.setting`. `capture` is on where the
     model is on CUDA; elsewhere, or with capture=False, the same code runs eagerly. With `reuse` each row's image rows stay
     on the device: a frame that its row was shown in the call before, byte for byte, is not encoded again. Where no more
-    frames are new than there are rows, as many as there are rows are encoded, else all; `counts` says how many were
-    spared. The answers equal EagerStep's to 2e-5 in fp32.
+    frames are new than there are rows, as many as there are rows are encoded, else all; `reuse_counts` says how many
+    were spared. The answers equal EagerStep's to 2e-5 in fp32.
 
     Raises InputError for a model that reads out at masks or splits images, for capture without CUDA, for reuse of a
     single frame, and, from `decide`, where a weight or temperature changed since construction.
@@ -128,9 +128,12 @@ class StaticStep:
         self.size = tuple(shape)
         if self.setting.filter in LINEAR:
             self.pixels.operators(*shape)  # made now: neither a graph nor a compiler may meet their making
-        # both graphs now, before any state is kept that their warm-up runs would overwrite
-        for replay in filter(None, (self.all_frames, self.newest_frame)):
-            replay.prepare()
+        try:  # both graphs now, before any state is kept that their warm-up runs would overwrite
+            for replay in filter(None, (self.all_frames, self.newest_frame)):
+                replay.prepare()
+        except BaseException:
+            self.frames_in = None  # so that the next call begins here again
+            raise
         self.image_rows.zero_()
 
     # ------------------------------------------------------------------------------------------ at every call
@@ -241,12 +244,15 @@ class StaticStep:
 
     @one_thread
     def reset(self, rows: Sequence[int] | None = None) -> None:
-        """A new episode begins in these rows: what was kept for their earlier frames, and no others, is not used again."""
+        """A new episode begins in these rows: what was kept for their earlier frames, and no others, is not used again.
+        Raises InputError for a row that the batch has not."""
+        if rows is not None and not set(rows) <= set(range(self.batch)):
+            raise InputError(f"There are no rows {sorted(rows)} in a batch of {self.batch}; rows are counted from 0.")
         self.known[slice(None) if rows is None else list(rows)] = False
         if not self.known.any():
             self.seen = None
 
-    def counts(self) -> dict[str, int]:
+    def reuse_counts(self) -> dict[str, int]:
         """Images encoded so far, and those that `reuse` spared: for `Arm(counts=...)`."""
         return {"encoded": self.encoded, "spared": self.spared}
 
