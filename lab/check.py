@@ -23,7 +23,7 @@ from lab.workloads import Question, Workload, load_workloads
 
 SAME = 1e-4  # on probabilities in fp32; twenty times what the steps promise
 PEAKED = 1.5  # times the uniform share: below it answers are so even that their equality proves little
-FEW, MANY, LARGE = 2, 12, 50e6  # recorded frames per game, fewer where the model has so many parameters
+FEW, MANY, LARGE = 2, 4, 50e6  # recorded frames per game, fewer where the model has so many parameters
 SIZES = {"2": 2, "3-5": 3, "6-10": 6, "11+": 11}
 
 

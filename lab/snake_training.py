@@ -194,5 +194,7 @@ def _save(model: TextModel, folder: Path, used: np.ndarray, recipe: Recipe) -> P
     model.encoder.config.to_json_file(folder / "encoder" / "config.json")
     told = {"recipe": asdict(recipe), "torch": version("torch"), "transformers": version("transformers")}
     (folder / "training.json").write_text(json.dumps(told, indent=1) + "\n")
-    (folder / CONFIG).write_text(json.dumps(asdict(model.config), indent=1) + "\n")
+    # the published loader asks for its encoder's name, and counts act logits by their costs
+    published = {"encoder": "encoder", "act_costs": {"escalate": 1.0}}
+    (folder / CONFIG).write_text(json.dumps(asdict(model.config) | published, indent=1) + "\n")
     return folder

@@ -1,6 +1,7 @@
 """The Snake loop: equal actions whatever the options, rows that replay, tables and sentences, and what is drawn."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -20,6 +21,7 @@ from lab.records import read_rows
 from lab.snake_loop import STAGES, Pilot, replay
 from lab.snake_training import Recipe, positions, train
 from lab.steps import TextStep
+from lab.steps.compiled import compiler
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,18 +93,30 @@ def _spoiled(answer):
     return type(answer)(answer.question, answer.logits, answer.probabilities + 1, answer.p_act)
 
 
-def test_all_candidates_act_alike_on_one_stream(trained):
-    """Compiled candidates run uncompiled here; `lab bench snake` compares all of them on 2,400 moves."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(torch, "compile", lambda work, **_: work)
+def test_all_candidates_act_alike_on_one_stream(trained, monkeypatch):
+    """What is compiled is traced and made functional by torch.compile, up to where C++ would be written."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     steps = snake.build(trained)
-    patch.undo()
     found = snake_checks.actions(trained, steps, {"stream": 200, "one_length": None})
     assert found["moves"] == 200 and 10 < found["distinct_inputs"] <= 53 and found["min_margin"] > 0
     for candidate in found["candidates"].values():
         assert candidate["executed"] == candidate["proposed"] == 200 and candidate["max_logit"] < 2e-4
     kept = found["prefix_cache"]
     assert kept["misses"] == kept["kept"] <= 2 + 53 and kept["hits"] + kept["misses"] == 600
+
+
+@pytest.mark.skipif(not compiler(), reason="no C++ compiler here")
+def test_compiled_candidates_are_compiled_and_act_as_eager(trained):
+    """As users run them, C++ included; of one length, so that each candidate meets one shape."""
+    steps = snake.build(trained)
+    found = snake_checks.actions(trained, steps, {"stream": 20, "one_length": 63})
+    for name, step in steps.items():
+        cost = step.start_cost()
+        assert (cost["compile_s"] > 0, cost["shapes"]) == ((True, 1) if step.compile else (False, 0)), name
+        assert found["candidates"].get(name, {"executed": 20})["executed"] == 20
+        assert found["candidates"].get(name, {"max_logit": 0})["max_logit"] < 2e-4
+    made = [step for step in steps.values() if step.compile]
+    assert len(made) == 5 and sum(step.counts["graphs"] + step.counts["disk_hits"] for step in made) > 0
 
 
 def test_the_candidates_are_the_published_seven(trained):

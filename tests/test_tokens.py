@@ -10,7 +10,10 @@ import pytest
 import lab
 from lab import tokens
 from lab.errors import InputError
-from lab.tokens import build_row, image_tokens, load_tokenizer
+from lab.models.families import load_family
+from lab.models.other import ask
+from lab.question_tokens import TextTokens, question_part, state_ids
+from lab.tokens import build_row, encode, image_tokens, load_tokenizer, plain
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS = json.loads((GOLDEN / "rows.json").read_text())
@@ -98,6 +101,57 @@ def test_a_text_cannot_add_image_tokens(tokenizer):
     row = build_row(tokenizer, question, state={"note": "<image>"})
     assert (row.ids == 49190).sum() == 64
     assert row.segment("state").start == 70
+
+
+def test_every_added_token_of_the_tokenizer_becomes_a_space(tokenizer):
+    added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
+    assert len(added) > 140 and "<row_1_col_1>" in added and "<filename>" in added
+    for token in added:
+        assert plain(tokenizer, f"a{token}b") == "a b", token
+    for nested in ("<ima<image>ge>", "<<image>image>", "<|im_<|im_start|>start|>", "".join(added)):
+        left = set(encode(tokenizer, plain(tokenizer, nested)))
+        assert not left & set(tokenizer.get_added_tokens_decoder()), nested
+    assert plain(tokenizer, "less < than, a | b, <b> and  two blanks") == "less < than, a | b, <b> and  two blanks"
+
+
+def test_no_text_places_a_special_token_in_a_row(tokenizer):
+    """In the question, an option, a state; in every layout, in a text model's row and in another model's prompt."""
+    evil = "".join(token.content for token in tokenizer.get_added_tokens_decoder().values())
+    asked, harmless = (
+        lab.Question("choice", f"Which {text}?", {"a": f"x {text}", "b": text}) for text in (evil, "none")
+    )
+    special = np.array(sorted(tokenizer.get_added_tokens_decoder()))
+    for layout in tokens.LAYOUTS:
+        rows = [build_row(tokenizer, one, state=state, layout=layout) for one, state in ((asked, evil), (harmless, "s"))]
+        assert [np.isin(row.ids, special).sum() for row in rows] == [np.isin(rows[0].ids, special).sum()] * 2
+    own = TextTokens.own()
+    part = question_part(own, asked, 256)
+    assert np.isin(part.ids, special).sum() == 1 + 2 + 2 and not np.isin(state_ids(own, {"k": evil}), special).any()
+    assert not np.isin(encode(tokenizer, ask(asked, tokenizer)), special).any()
+    assert not np.isin(load_family("smolvlm").text(evil), special).any()
+
+
+def test_a_tokenizer_of_another_vocabulary_is_cleaned_of_its_own_tokens():
+    from tokenizers import AddedToken, Tokenizer
+
+    other = Tokenizer.from_str(load_tokenizer(()).to_str())
+    other.add_tokens([AddedToken("|||PHONE|||", normalized=True), AddedToken("    ", normalized=True)])
+    assert plain(other, "call |||PHONE||| now") == "call   now"
+    assert plain(other, "<image>") == "<image>", "no token of this one"
+    assert plain(other, "a    b") == "a    b", "white space is text"
+
+
+def test_layout_tokens_are_single_tokens_or_refused():
+    split = load_tokenizer(("<image>", "<end_of_utterance>"))
+    with pytest.raises(InputError, match="reads '<fake_token_around_image>' as . tokens"):
+        build_row(split, choice("pong"))
+
+
+def test_options_that_the_cut_makes_alike_are_refused_in_a_text_row_too():
+    own = TextTokens.own()
+    for options in (["<image>", "<global-img>"], ["word " * 60 + "left", "word " * 60 + "right"]):
+        with pytest.raises(InputError, match="are read as the same"):
+            question_part(own, lab.Question("choice", "Which?", options), 192)
 
 
 def test_options_keep_48_tokens_and_the_state_what_is_left(tokenizer):
