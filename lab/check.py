@@ -9,22 +9,26 @@ import numpy as np
 
 from lab.doctor import Finding
 from lab.envs import RECORDED_SOURCES, recorded_frames
+from lab.envs.snake import Snake
+from lab.envs.snake_prompts import prompt
 from lab.errors import InputError
+from lab.experiments.players import taught_games
 from lab.models.checkpoints import CONFIG, KNOWN, TRAINED, load_model
-from lab.models.heads import QUESTION_TYPES, temperature_for
+from lab.models.heads import bucket, temperature_for
 from lab.models.text import CONFIG as TEXT_CONFIG
 from lab.models.text import PRESETS as TEXT_PRESETS
 from lab.models.text import TEMPERATURES, TextModel, load_text_model
 from lab.models.text import TRAINED as TEXT_TRAINED
 from lab.parity import Parity, Remembering, compare_answers
-from lab.steps import EagerStep, SplitStep, StaticStep
-from lab.tokens import END, FAKE, GLOBAL, IMAGE, START, token_id
-from lab.workloads import Question, Workload, load_workloads
+from lab.pixels import PATHS
+from lab.steps import EagerStep, SplitStep, StaticStep, TextStep
+from lab.tokens import needed_tokens, token_id
+from lab.workloads import QUESTION_TYPES, Question, Workload, load_workloads
 
-SAME = 1e-4  # on probabilities in fp32; twenty times what the steps promise
+SAME = 1e-4  # the largest difference of probabilities in fp32 that counts as the same answer
 PEAKED = 1.5  # times the uniform share: below it answers are so even that their equality proves little
 FEW, MANY, LARGE = 2, 4, 50e6  # recorded frames per game, fewer where the model has so many parameters
-SIZES = {"2": 2, "3-5": 3, "6-10": 6, "11+": 11}
+COUNTS = (2, 3, 6, 11)  # numbers of options, one of each bucket of temperatures
 
 
 class Check:
@@ -83,12 +87,10 @@ class Check:
         config = model.config
         found = {}
         for kind in QUESTION_TYPES:
-            for size, count in SIZES.items():
-                if kind != "noul" or count == 2:
-                    asked = Question(kind, "?", {} if kind == "noul" else [f"{i}" for i in range(count)])
-                    found[f"{kind}:{size}"] = temperature_for(
-                        asked, config.temperature, config.temperature_by_options, limits
-                    )
+            for count in COUNTS[: 1 if kind == "noul" else None]:
+                asked = Question(kind, "?", {} if kind == "noul" else [f"{i}" for i in range(count)])
+                by_type, by_options = config.temperature, config.temperature_by_options
+                found[bucket(asked)] = temperature_for(asked, by_type, by_options, limits)
         self.facts["temperatures"] = found
         raw = [*config.temperature, *config.temperature_by_options.values()]
         outside = [value for value in raw if not limits[0] <= value <= limits[1]]
@@ -138,10 +140,10 @@ def _vision(check: Check, model, folder: Path) -> None:
     )
     check.settings(model, folder / CONFIG)
     check.temperatures(model)
-    layout = model.markers if config.readout == "mask" else (START, END, "\n")
-    check.special_tokens({name: token_id(model.tokenizer, name) for name in (FAKE, IMAGE, GLOBAL, *layout)})
+    needed = needed_tokens(config.readout == "mask", model.markers)
+    check.special_tokens({name: token_id(model.tokenizer, name) for name in needed})
 
-    asked = list(_workloads(folder))
+    asked = _workloads(folder)
     frames = {one.name: recorded_frames(one.source)[: FEW if _parameters(model) > LARGE else MANY] for one in asked}
 
     def inputs(workload: Workload) -> list[np.ndarray]:
@@ -151,46 +153,28 @@ def _vision(check: Check, model, folder: Path) -> None:
     answers = [plain[one.name].decide(frame) for one in asked for frame in inputs(one)]
     check.peaked(answers, f"recorded frames of {', '.join(one.name for one in asked)}")
 
-    other = {"device": "processor", "processor": "device"}[plain[asked[0].name].setting.pixels]
-    makers = {"static": lambda q: StaticStep(model, q, capture=False), "split": lambda q: SplitStep(model, q)}
-    if config.readout == "mask":
-        makers = {}
-    elif config.layout != "terminator":
-        del makers["split"]
-    for name, make in makers.items():
-        found = [compare_answers(plain[one.name], make(one.question), inputs(one)) for one in asked]
+    steps = {"static": lambda q: StaticStep(model, q, capture=False), "split": lambda q: SplitStep(model, q)}
+    for name in {"terminator": ("static", "split"), "mask": ()}.get(config.layout, ("static",)):
+        found = [compare_answers(plain[one.name], steps[name](one.question), inputs(one)) for one in asked]
         check.agreement(name, found, True, "report it: this step must answer as the plain decision does")
-    found = []
+    other, found = next(path for path in PATHS if path != config.pixels), []
     for one in asked:
         step = EagerStep(model, one.question)
-        step.pixels = _other_pixels(model, other)
+        step.pixels = model.make_pixels(other)  # put in place, so that no setting is said to be overridden
         found.append(compare_answers(plain[one.name], step, inputs(one)))
-    own = plain[asked[0].name].setting.pixels
-    check.agreement(f"{other} pixels", found, False, f"the checkpoint was taught with pixels {own!r}: leave it so")
-
-
-def _other_pixels(model, path: str):
-    """The path that the checkpoint was not taught with; made aside, so that no step is said to override it."""
-    from lab.pixels import INTERPOLATIONS, make_pixels
-
-    filter = INTERPOLATIONS[model.config.image_interpolation]
-    return make_pixels(path, model.config.image_size, model.device, model.dtype, filter)
+    check.agreement(
+        f"{other} pixels", found, False, f"the checkpoint was taught with pixels {config.pixels!r}: leave it so"
+    )
 
 
 def _workloads(folder: Path) -> list[Workload]:
     """The workloads of the recorded frames, one frame each; of a checkpoint that says what it was taught, those."""
-    from lab.experiments.players import taught_games
-
     taught = taught_games(str(folder))
     known = [one for one in load_workloads().values() if one.frames == 1 and one.source in RECORDED_SOURCES]
     return [one for one in known if taught is None or one.name in taught] or known
 
 
 def _text(check: Check, model: TextModel, folder: Path) -> None:
-    from lab.envs.snake import Snake
-    from lab.envs.snake_prompts import prompt
-    from lab.steps.text import TextStep
-
     shape, tokens = model.encoder.config, model.tokens
     check.facts["family"] = {"backbone": shape.model_type, "readout": "mask"}
     layers = f"{shape.num_hidden_layers} layers of {shape.hidden_size}"

@@ -1,4 +1,4 @@
-"""The one exception that stands for a mistake in the input rather than in the program."""
+"""Mistakes in the input rather than in the program, and how they are told."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +8,7 @@ from numbers import Integral
 class InputError(ValueError):
     """Something the user gave cannot be used; the message is one sentence that names it and the remedy.
 
-    Raised before any measuring starts. The command line prints the message and exits with code 2.
+    Raised before any measuring starts, save `NotFinite`. The command line prints the message and exits with code 2.
     """
 
 

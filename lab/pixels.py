@@ -14,12 +14,12 @@ import torch
 from lab.errors import InputError
 
 LONGEST_EDGE = 2048  # first hop of SmolVLM's processor ("size": {"longest_edge": 2048})
-PATHS = ("device", "processor")
-FILTERS = ("composed", "lanczos", "bicubic", "bilinear", "nearest")
+LINEAR = ("composed", "lanczos")  # applied as one matrix per axis
+FILTERS = (*LINEAR, "bicubic", "bilinear", "nearest")
 # What the published checkpoints call the paths and the filters.
 PREPROCESS = {"gpu": "device", "processor": "processor"}
-LINEAR = FILTERS[:2]  # applied as one matrix per axis
-INTERPOLATIONS = {"processor": "composed"} | {name: name for name in FILTERS[1:]}
+INTERPOLATIONS = {"processor": "composed"} | {name: name for name in FILTERS if name != "composed"}
+PATHS = tuple(PREPROCESS.values())
 
 
 def check_frames(frames: Any) -> np.ndarray:

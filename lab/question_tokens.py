@@ -15,7 +15,7 @@ from threading import RLock
 from tokenizers import Tokenizer
 
 from lab.errors import InputError, whole
-from lab.tokens import CLS, MASK, SEP, check_distinct, encode, fit, load_tokenizer, plain, read_tokenizer, state_text
+from lab.tokens import CLS, MASK, SEP, check_distinct, cleaned, encode, fit, load_tokenizer, read_tokenizer, state_text
 from lab.workloads import Question
 
 PAD = 2  # SmolLM2's
@@ -54,7 +54,7 @@ class TextTokens:
         return cls(tokenizer, *map(tokenizer.token_to_id, named.values()), mask_text=named["mask"])
 
     def encode(self, text: str) -> list[int]:
-        return encode(self.tokenizer, plain(self.tokenizer, text.replace(self.mask_text, " ")))
+        return encode(self.tokenizer, cleaned(self.tokenizer, text.replace(self.mask_text, " ")))
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class QuestionPart:
 def question_part(tokens: TextTokens, question: Question, head_max_len: int) -> QuestionPart:
     """Tokenise a question and its options within `head_max_len`, see `lab.tokens.fit`; InputError for options read alike."""
     asked = tokens.encode(f"{question.type} question: {question.instructions}")
-    asked, texts = fit(asked, [tokens.encode(f" {text}") for text in question.rendered], head_max_len, ends=False)
+    asked, texts = fit(asked, [tokens.encode(f" {text}") for text in question.rendered], head_max_len)
     check_distinct(question, texts)
     ids, readouts = [tokens.cls, *asked, tokens.sep], []
     for text in texts:

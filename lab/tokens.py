@@ -30,7 +30,7 @@ ahead of the image, no labels and no cue, and as many newlines as there are opti
 nothing; its token counts, and with them its times, can be compared.
 
 Every piece is tokenised apart and the ids are concatenated, so nothing merges across borders. Whatever a caller says is
-cleaned first (`plain`): no text can place an image, an option or the end of an utterance. Rule and budgets: the published
+cleaned first (`cleaned`): no text can place an image, an option or the end of an utterance. Rule and budgets: the published
 decision model (see README, "Sources").
 """
 
@@ -71,7 +71,9 @@ SMOLVLM_TOKENS = (
     + [END]
 )
 OPTION_LIMIT = 48  # an option's tokens, its readout not counted
+LEAST_OPTION, LEAST_MASKED = 4, 3  # what it keeps where there are many; behind a mask one less
 LEAST_QUESTION, QUESTION_ROOM = 8, 16
+QUESTION_FIRST = ("question_first", "published_simulation")  # layouts whose fixed tokens come ahead of the image
 # The order of a row's segments.
 LAYOUTS = {
     "terminator": ("prefix", "image", "state", "question", "options"),
@@ -236,6 +238,11 @@ class Row:
         return next(segment for segment in self.segments if segment.name == name)
 
     @property
+    def start(self) -> int:
+        """Where the heads begin to look: behind a question that comes first, which a kept cache does not run again."""
+        return self.kept if any(segment.name == "readouts" for segment in self.segments) else 0
+
+    @property
     def kept(self) -> int:
         """How many tokens come ahead of the first that depends on the frame: what a key/value cache can keep for good."""
         return next((segment.start for segment in self.segments if not segment.fixed), len(self))
@@ -274,24 +281,23 @@ def build_row(
     if not isinstance(frames, int) or not 1 <= frames <= MAX_FRAMES:
         raise InputError(f"{frames!r} frames per decision; give 1 to {MAX_FRAMES}.")
     masked, labelled, count = layout == "mask", layout == "question_first", len(question.options)
-    fake, image, whole = (token_id(tokenizer, token) for token in (FAKE, IMAGE, GLOBAL))
-    run = [fake, whole, *[image] * image_tokens, fake]
+    fake, image, view, *ids = (token_id(tokenizer, token) for token in needed_tokens(masked, markers))
+    run = [fake, view, *[image] * image_tokens, fake]
     if masked:
-        cls, sep, mark = (token_id(tokenizer, token) for token in markers)
-        start, readout, lead, tail, bullet = cls, mark, " ", "", " "
+        (start, sep, readout), lead, tail, bullet = ids, " ", "", " "
     else:
-        token_id(tokenizer, END)
-        start, readout, lead = token_id(tokenizer, START), token_id(tokenizer, "\n"), "\n"
+        (start, readout, _), lead = ids, "\n"
         tail, bullet = ("\nOptions:\n", " ") if labelled else (f"{END}\nAssistant: Options:\n", "- ")
     labels = option_labels(tokenizer, count) if labelled else []
-    asked = encode(tokenizer, f"{lead}{question.type} question: {plain(tokenizer, question.instructions)}{tail}")
-    texts = [plain(tokenizer, text) for text in question.rendered]
+    asked = encode(tokenizer, f"{lead}{question.type} question: {cleaned(tokenizer, question.instructions)}{tail}")
+    texts = [cleaned(tokenizer, text) for text in question.rendered]
     # a line break would end the option's line
     texts = [encode(tokenizer, bullet + (text if masked else text.replace("\n", " "))) for text in texts]
     if labels:
         texts = [[label, *text] for label, text in zip(labels, texts, strict=True)]
-    asked, texts = fit(asked, texts, head_max_len, ends=not masked)
-    check_distinct(question, [text[len(labels) > 0 :] for text in texts])
+    least, both_ends = (LEAST_MASKED, False) if masked else (LEAST_OPTION, True)
+    asked, texts = fit(asked, texts, head_max_len, least, both_ends)
+    check_distinct(question, [text[1:] for text in texts] if labels else texts)
     options = [[readout, *text] if masked else [*text, readout] for text in texts]
     closing = [sep] if masked else []
     parts = {
@@ -310,7 +316,7 @@ def build_row(
             "fewer or shorter options, or a shorter question."
         )
     if state not in (None, "", {}):
-        said = encode(tokenizer, plain(tokenizer, state_text(state)))
+        said = encode(tokenizer, cleaned(tokenizer, state_text(state)))
         parts["state"] = [*said[: max(0, room - 1)], sep][:room] if masked else said[:room]
 
     ids: list[int] = []
@@ -352,8 +358,13 @@ def option_labels(tokenizer: Tokenizer, count: int) -> list[int]:
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A layout's own text as token ids; what a caller says goes through `plain` first."""
+    """A layout's own text as token ids; what a caller says goes through `cleaned` first."""
     return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def needed_tokens(masked: bool, markers: Sequence[str] = (CLS, SEP, MASK)) -> tuple[str, ...]:
+    """The tokens that a layout is built of, each of which must be one: an image's three, then those around the text."""
+    return FAKE, IMAGE, GLOBAL, *(markers if masked else (START, "\n", END))
 
 
 def token_id(tokenizer: Tokenizer, token: str) -> int:
@@ -367,15 +378,15 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     return ids[0]
 
 
-def plain(tokenizer: Tokenizer, text: str) -> str:
+def cleaned(tokenizer: Tokenizer, text: str) -> str:
     """`text` with every added token of the tokenizer (special tokens among them) turned into a space.
 
     Added tokens of white space alone stay: they are text. For whatever tokenizer is in use, so that no text can place an
     image, mask an option or end an utterance.
     """
     added = _added(tokenizer, tokenizer.get_vocab_size())
-    while (cleaned := added.sub(" ", text)) != text:  # what is left around a token may be another one
-        text = cleaned
+    while (left := added.sub(" ", text)) != text:  # what is left around a token may be another one
+        text = left
     return text
 
 
@@ -402,22 +413,26 @@ def state_text(state) -> str:
 
 
 def fit(
-    asked: Sequence[int], texts: Sequence[Sequence[int]], budget: int, ends: bool
+    asked: Sequence[int],
+    texts: Sequence[Sequence[int]],
+    budget: int,
+    least: int = LEAST_MASKED,
+    both_ends: bool = False,
 ) -> tuple[list[int], list[list[int]]]:
     """Question and option texts cut to `budget` tokens together, each option's readout counted, by the published rule.
 
-    An option keeps 48 tokens. Where less than 16 would be left for the question, each gets an even share. A question
-    still too long keeps what is left, 8 tokens at least: its start, or with `ends` its first and last halves.
+    An option keeps 48 tokens. Where less than 16 would be left for the question, each gets an even share, `least` tokens
+    at least. A question still too long keeps what is left, 8 tokens at least: its start, or `both_ends` of it.
     """
     options = [list(text[:OPTION_LIMIT]) for text in texts]
     room = budget - sum(len(option) + 1 for option in options)
     if room < QUESTION_ROOM:
-        share = max(4 if ends else 3, (budget - QUESTION_ROOM) // len(options) - 1)
+        share = max(least, (budget - QUESTION_ROOM) // len(options) - 1)
         options = [option[:share] for option in options]
         room = budget - sum(len(option) + 1 for option in options)
     room = max(LEAST_QUESTION, room)
     if len(asked) > room:
-        asked = [*asked[: room // 2], *asked[len(asked) - (room - room // 2) :]] if ends else asked[:room]
+        asked = [*asked[: room // 2], *asked[len(asked) - (room - room // 2) :]] if both_ends else asked[:room]
     return list(asked), options
 
 

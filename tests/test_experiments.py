@@ -108,7 +108,7 @@ def test_the_graphs_tables_set_the_published_factor_beside_measured(graph_bench)
     beside = graphs.beside_published(speed, published("static_step"), published("graphs"))
     one = beside[(beside["workload"] == "pong") & (beside["frames"] == 1)].iloc[0]
     assert (one["published captured, from"], one["to"]) == (3.51, 4.98)
-    assert (one["not captured, from"], one["to "]) == pytest.approx((51.089 / 49.277, 56.656 / 51.308))
+    assert (one["not captured, from"], one["not captured, to"]) == pytest.approx((51.089 / 49.277, 56.656 / 51.308))
     assert "times the time of eager" in graphs.speed_sentence(speed.assign(shown=True))
     assert "no difference shown" in graphs.speed_sentence(speed.assign(shown=False))
     assert "graph not used" in graphs.speed_sentence(speed.assign(shown=True, graph="not used"))

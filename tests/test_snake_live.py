@@ -162,7 +162,9 @@ def test_the_command_line_plays_and_sums_up(capsys):
     found = json.loads(capsys.readouterr().out)
     assert left.value.code == 0 and found["game"] == "snake:24x16" and found["decisions"] == 25
     assert (found["step"], found["seed"]) == ("eager", 3)
-    with open_session("snake:24x16", model=load_text_model("snake"), seed=3) as session:  # the same moves, counted by hand
+    with open_session(
+        "snake:24x16", model=load_text_model("snake"), seed=3
+    ) as session:  # the same moves, counted by hand
         moves = [session.tick() for _ in range(25)]
     assert found["interventions"] == session.interventions and len(moves) == 25
     assert 0 < found["played_per_second"] < found["decisions_per_second"]

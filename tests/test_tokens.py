@@ -13,7 +13,7 @@ from lab.errors import InputError
 from lab.models.families import load_family
 from lab.models.other import ask
 from lab.question_tokens import TextTokens, question_part, state_ids
-from lab.tokens import build_row, encode, image_tokens, load_tokenizer, plain
+from lab.tokens import build_row, cleaned, encode, image_tokens, load_tokenizer
 
 GOLDEN = Path(__file__).parent / "golden"
 ROWS = json.loads((GOLDEN / "rows.json").read_text())
@@ -107,11 +107,11 @@ def test_every_added_token_of_the_tokenizer_becomes_a_space(tokenizer):
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     assert len(added) > 140 and "<row_1_col_1>" in added and "<filename>" in added
     for token in added:
-        assert plain(tokenizer, f"a{token}b") == "a b", token
+        assert cleaned(tokenizer, f"a{token}b") == "a b", token
     for nested in ("<ima<image>ge>", "<<image>image>", "<|im_<|im_start|>start|>", "".join(added)):
-        left = set(encode(tokenizer, plain(tokenizer, nested)))
+        left = set(encode(tokenizer, cleaned(tokenizer, nested)))
         assert not left & set(tokenizer.get_added_tokens_decoder()), nested
-    assert plain(tokenizer, "less < than, a | b, <b> and  two blanks") == "less < than, a | b, <b> and  two blanks"
+    assert cleaned(tokenizer, "less < than, a | b, <b> and  two blanks") == "less < than, a | b, <b> and  two blanks"
 
 
 def test_no_text_places_a_special_token_in_a_row(tokenizer):
@@ -122,7 +122,9 @@ def test_no_text_places_a_special_token_in_a_row(tokenizer):
     )
     special = np.array(sorted(tokenizer.get_added_tokens_decoder()))
     for layout in tokens.LAYOUTS:
-        rows = [build_row(tokenizer, one, state=state, layout=layout) for one, state in ((asked, evil), (harmless, "s"))]
+        rows = [
+            build_row(tokenizer, one, state=state, layout=layout) for one, state in ((asked, evil), (harmless, "s"))
+        ]
         assert [np.isin(row.ids, special).sum() for row in rows] == [np.isin(rows[0].ids, special).sum()] * 2
     own = TextTokens.own()
     part = question_part(own, asked, 256)
@@ -136,9 +138,9 @@ def test_a_tokenizer_of_another_vocabulary_is_cleaned_of_its_own_tokens():
 
     other = Tokenizer.from_str(load_tokenizer(()).to_str())
     other.add_tokens([AddedToken("|||PHONE|||", normalized=True), AddedToken("    ", normalized=True)])
-    assert plain(other, "call |||PHONE||| now") == "call   now"
-    assert plain(other, "<image>") == "<image>", "no token of this one"
-    assert plain(other, "a    b") == "a    b", "white space is text"
+    assert cleaned(other, "call |||PHONE||| now") == "call   now"
+    assert cleaned(other, "<image>") == "<image>", "no token of this one"
+    assert cleaned(other, "a    b") == "a    b", "white space is text"
 
 
 def test_layout_tokens_are_single_tokens_or_refused():

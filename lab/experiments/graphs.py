@@ -307,7 +307,9 @@ def beside_published(speed: pd.DataFrame, captured: pd.DataFrame, unrolled: pd.D
         }
     )
     fixed = unrolled.assign(batch=1, speedup=unrolled["eager_ms"] / unrolled["unrolled_eager_ms"])
-    for table, words in ((captured, ("published captured, from", "to")), (fixed, ("not captured, from", "to "))):
+    beside = {"published captured, from": captured, "not captured, from": fixed}
+    for low, table in beside.items():
+        words = low, "to" if table is captured else "not captured, to"
         said = table.groupby(key)["speedup"].agg(["min", "max"]).set_axis(words, axis=1).reset_index()
         here = here.merge(said, on=key, how="left")
     return here

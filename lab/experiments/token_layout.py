@@ -11,7 +11,7 @@ import pandas as pd
 
 from lab.envs import make, one_hot, play
 from lab.stats import share_interval
-from lab.tokens import Row, build_row, image_tokens, load_tokenizer, plain
+from lab.tokens import Row, build_row, cleaned, image_tokens, load_tokenizer
 from lab.workloads import Question, Workload, load_workloads
 
 
@@ -63,7 +63,7 @@ def cut(question: Question, row: Row) -> list[str]:
     tokenizer = load_tokenizer()
     there = tokenizer.decode(row.ids.tolist(), skip_special_tokens=False)
     texts = {"the question": question.instructions, **dict(zip(question.names, question.rendered, strict=True))}
-    return [name for name, text in texts.items() if plain(tokenizer, text) not in there]
+    return [name for name, text in texts.items() if cleaned(tokenizer, text) not in there]
 
 
 @functools.cache

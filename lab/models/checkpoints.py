@@ -14,19 +14,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from lab.errors import InputError
-from lab.models.vision import DTYPES, OPTION_ATTENTION, READOUTS, DecisionConfig, DecisionModel
+from lab.errors import InputError, whole
+from lab.models.vision import ATTENTIONS, DTYPES, READOUTS, DecisionConfig, DecisionModel
 from lab.pixels import INTERPOLATIONS, PREPROCESS
 from lab.tokens import (
-    END,
-    FAKE,
-    GLOBAL,
     IMAGE,
     SMOLVLM_TOKENS,
-    START,
     TEXT_VOCABULARY,
     cache_folder,
     load_tokenizer,
+    needed_tokens,
     offline_weights,
     read_tokenizer,
     token_id,
@@ -77,7 +74,7 @@ POCKET = {
 # Trained checkpoints that come with the package, by the layout that their text model was taught in.
 TRAINED = {"pocket": DATA / "pocket" / "terminator", "pocket-question-first": DATA / "pocket" / "question_first"}
 KNOWN = (*PRESETS, *TRAINED)
-# Backbones by where a decision is read out in them.
+# Where a decision is read out, by backbone.
 BACKBONES = {"smolvlm": "terminator", "idefics3": "terminator", "modernvbert": "mask"}
 CONFIG, BACKBONE, WEIGHTS, HEAD = (
     "vlm_agent_config.json",
@@ -245,10 +242,10 @@ def _folder(folder: Path) -> DecisionModel:
         missing = {name for name in missing if not name.startswith("encoder.")}
     file = f"{folder}/{HEAD if alone else WEIGHTS}"
     if missing or extra:
-        said = [
+        wrong = [
             f"{len(keys)} {word} ({min(keys)}, ...)" for keys, word in ((missing, "missing"), (extra, "extra")) if keys
         ]
-        raise InputError(f"{file} does not fit this model: {' and '.join(said)}.")
+        raise InputError(f"{file} does not fit this model: {' and '.join(wrong)}.")
     for name, value in state.items():
         if value.shape != expected[name].shape:
             raise InputError(f"{file}: {name} is {tuple(value.shape)}, the config says {tuple(expected[name].shape)}.")
@@ -308,7 +305,7 @@ def _own_tokenizer(folder: Path, config: DecisionConfig, backbone) -> tuple[Call
         make = functools.partial(load_tokenizer, added)
         tokenizer = make()
     try:
-        for token in (FAKE, IMAGE, GLOBAL, *(markers if masked else (START, END, "\n"))):
+        for token in needed_tokens(masked, markers):
             token_id(tokenizer, token)
     except InputError as error:
         raise InputError(f"{folder}: {error}") from None
@@ -322,8 +319,8 @@ def _own_tokenizer(folder: Path, config: DecisionConfig, backbone) -> tuple[Call
 
 
 def read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
-    """All tensors of a file; the rest of a table stored as `<name>.ids` and `<name>.rows` is as
-    expected, that is as it was before training, from a seed. InputError for a file that cannot be read, and for weights
+    """All tensors of a file. Of a table stored as `<name>.ids` and `<name>.rows`, the rows that training changed, the others
+    are those of `expected`, from a seed. InputError for a file that cannot be read, and for weights
     that are not real and finite: no answer of theirs would be one."""
     try:
         with safe_open(path, "pt") as file:
@@ -357,7 +354,7 @@ def _decision_config(path: Path, said: dict, backbone) -> DecisionConfig:
     for name, known in (
         ("readout", READOUTS),
         ("layout", READOUTS.get(readout, ())),
-        ("option_attention", OPTION_ATTENTION if readout == "terminator" else ("causal",)),
+        ("option_attention", ATTENTIONS.get(readout, ())),
         ("preprocess", PREPROCESS),
         ("image_interpolation", INTERPOLATIONS),
     ):
@@ -368,8 +365,7 @@ def _decision_config(path: Path, said: dict, backbone) -> DecisionConfig:
             f"{path}: a {backbone.model_type} backbone reads out at {BACKBONES[backbone.model_type]!r}, not at {readout!r}."
         )
     for name, least in (("max_len", 1), ("head_max_len", 1), ("head_layers", 0), ("n_act", 1), ("image_split_edge", 0)):
-        if type(said.get(name, least)) is not int or said.get(name, least) < least:
-            raise InputError(f"{path}: {name} is {said[name]!r}; it is a whole number of {least} or more.")
+        whole(f"{path}: {name}", said.get(name, least), least)
     if type(said.get("image_size", 512)) is not int:
         raise InputError(f"{path}: image_size is {said['image_size']!r}; it is a whole number.")
     if said.get("image_split_edge") and said.get("preprocess") == "gpu":

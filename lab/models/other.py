@@ -29,10 +29,10 @@ from lab.tokens import (
     Row,
     Segment,
     check_distinct,
+    cleaned,
     encode,
     load_tokenizer,
     option_labels,
-    plain,
 )
 from lab.workloads import Question
 
@@ -126,10 +126,10 @@ def ask(question: Question, tokenizer) -> str:
     """The question as text, a label before each option (A, B, ...), as `lab.tokens.option_labels` counts them. What the
     question says is cleaned of the tokenizer's added tokens; InputError for options that are read alike."""
     labels = [tokenizer.decode([label]).strip() for label in option_labels(tokenizer, len(question.options))]
-    texts = [plain(tokenizer, text) for text in question.rendered]
+    texts = [cleaned(tokenizer, text) for text in question.rendered]
     check_distinct(question, [encode(tokenizer, text) for text in texts])
     options = [f"{label}. {text}" for label, text in zip(labels, texts, strict=True)]
-    asked = f"{question.type} question: {plain(tokenizer, question.instructions)}"
+    asked = f"{question.type} question: {cleaned(tokenizer, question.instructions)}"
     return "\n".join([asked, "Options:", *options, "Answer:"])
 
 

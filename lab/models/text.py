@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.errors import InputError
+from lab.errors import InputError, whole
 from lab.models.checkpoints import VOCABULARY, _seeded, check_device, json_table, read_state, temperatures
 from lab.models.heads import DecisionHeads, temperature_for
 from lab.models.vision import DTYPES
@@ -223,14 +223,13 @@ def _folder(folder: Path) -> TextModel:
 
 def _config(path: Path, state: dict[str, Tensor]) -> TextConfig:
     """The config file; how many head layers and act logits there are is read off the weights."""
-    said = json_table(path)
-    said = {f.name: said[f.name] for f in fields(TextConfig) if f.name in said}
+    table = json_table(path)
+    said = {f.name: table[f.name] for f in fields(TextConfig) if f.name in table}
     layers = {name.split(".")[2] for name in state if name.startswith("head.layers.")}
     act = state.get("act_head.2.weight")
     said |= {"head_layers": len(layers), "n_act": 2 if act is None else len(act)}
     for name in ("max_len", "head_max_len"):
-        if type(said.get(name, 1)) is not int or said.get(name, 1) < 1:
-            raise InputError(f"{path}: {name} is {said[name]!r}; it is a whole number of 1 or more.")
-    if json_table(path).get("option_layout", "sequential") != "sequential":
+        whole(f"{path}: {name}", said.get(name, 1), 1)
+    if table.get("option_layout", "sequential") != "sequential":
         raise InputError(f"{path} asks for another option layout than the sequential one, which is not supported.")
     return TextConfig(**said | temperatures(path, said, TEMPERATURES))

@@ -19,6 +19,7 @@ from transformers import LlamaModel
 
 from lab.errors import InputError
 from lab.models.heads import DecisionHeads, temperature_for
+from lab.pixels import INTERPOLATIONS, PREPROCESS, Pixels, make_pixels
 from lab.tokens import CLS, MASK, SEP, Row, build_row, image_tokens, load_tokenizer
 from lab.workloads import QUESTION_TYPES, Question
 
@@ -26,8 +27,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 OPTION_ATTENTION = ("causal", "block")
 # The layouts that a checkpoint can be taught in, by where its options are read out.
 READOUTS = {"terminator": ("terminator", "question_first"), "mask": ("mask",)}
-# Layouts whose heads see the tokens behind the question only: those are all that a kept question leaves to run.
-QUESTION_FIRST = ("question_first", "published_simulation")
+# A model that reads both ways does so everywhere.
+ATTENTIONS = {"terminator": OPTION_ATTENTION, "mask": ("causal",)}
 # transformers 5.24 renamed the argument; the new name is silently swallowed by 5.17, which then keeps nothing.
 CACHE_ARGUMENT = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
@@ -54,6 +55,16 @@ class DecisionConfig:
     temperature: tuple[float, ...] = (1.0, 1.0, 1.0)
     temperature_by_options: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def pixels(self) -> str:
+        """The pixel path that `preprocess` names: device or processor."""
+        return PREPROCESS[self.preprocess]
+
+    @property
+    def filter(self) -> str:
+        """The device path's filter that `image_interpolation` names."""
+        return INTERPOLATIONS[self.image_interpolation]
+
 
 class DecisionModel(DecisionHeads):
     """A backbone (SmolVLM, Idefics3 or ModernVBERT classes, any size) with decision heads.
@@ -69,7 +80,7 @@ class DecisionModel(DecisionHeads):
         config: DecisionConfig,
         weights: str,
         name: str,
-        load_tokenizer: Callable[[], Tokenizer] = load_tokenizer,
+        tokenizer_of: Callable[[], Tokenizer] = load_tokenizer,
         markers: Sequence[str] = (CLS, SEP, MASK),
         folder: Path | None = None,
     ):
@@ -80,7 +91,7 @@ class DecisionModel(DecisionHeads):
         self.name = name
         self.folder = folder
         self.markers = tuple(markers)
-        self._load_tokenizer = load_tokenizer
+        self._tokenizer_of = tokenizer_of
         shape = encoder.config
         self._patching = (
             shape.vision_config.patch_size,
@@ -93,7 +104,7 @@ class DecisionModel(DecisionHeads):
 
     @property
     def tokenizer(self) -> Tokenizer:
-        return self._load_tokenizer()
+        return self._tokenizer_of()
 
     @property
     def device(self) -> torch.device:
@@ -111,11 +122,6 @@ class DecisionModel(DecisionHeads):
         """Cast the backbone to `fp32` or `bf16`; the heads stay fp32."""
         self.encoder.to(DTYPES[dtype])
         return self
-
-    def set_attention(self, kernel: str) -> None:
-        """Choose transformers' attention kernel (`sdpa` or `eager`) in the vision tower and the text model."""
-        for part in (self.encoder, self.encoder.vision_model, self.encoder.text_model):
-            part.set_attn_implementation(kernel)
 
     def at_size(self, size: int) -> "DecisionModel":
         """The same model, weights shared, shown pictures of `size` x `size` pixels: (size / patch / scale factor)^2 image
@@ -138,6 +144,11 @@ class DecisionModel(DecisionHeads):
         config, layout = self.config, layout or self.config.layout
         budgets = config.max_len, config.head_max_len
         return build_row(self.tokenizer, question, frames, self.image_tokens, state, *budgets, layout, self.markers)
+
+    def make_pixels(self, path: str | None = None, filter: str | None = None) -> Pixels:
+        """Frames to this model's pixel values, by default as its checkpoint says; see `lab.pixels`."""
+        path, filter = path or self.config.pixels, filter or self.config.filter
+        return make_pixels(path, self.config.image_size, self.device, self.dtype, filter)
 
     def temperature_of(self, question: Question) -> float:
         return temperature_for(question, self.config.temperature, self.config.temperature_by_options)

@@ -13,10 +13,11 @@ from lab.caches import FrameFeatures
 from lab.errors import InputError, whole
 from lab.measure import stage
 from lab.models.heads import Decisions
-from lab.models.vision import QUESTION_FIRST, DecisionModel, block_mask, type_id
-from lab.pixels import check_frames, make_pixels
+from lab.models.vision import DecisionModel, block_mask, type_id
+from lab.pixels import check_frames
+from lab.steps.one_thread import one_thread
 from lab.steps.replay import Watch
-from lab.steps.setting import Setting, one_thread
+from lab.steps.setting import Setting
 from lab.tokens import Row
 from lab.workloads import Question
 
@@ -58,7 +59,7 @@ def collate(model: DecisionModel, rows: Sequence[Row], setting: Setting) -> Inpu
         positions=torch.from_numpy(rows[0].image_positions).to(device),
         readouts=torch.from_numpy(np.stack([row.readouts for row in rows])).to(device),
         pooled=torch.tensor([row.pooled % len(row) for row in rows], device=device),
-        start=rows[0].kept if setting.layout in QUESTION_FIRST else 0,
+        start=rows[0].start,
     )
 
 
@@ -97,8 +98,7 @@ class EagerStep:
         self.orders = _orders(len(question.options), orders)
         kept = "" if features is None else ", frame features kept"
         self.name = name or ("eager" if orders == 1 else f"eager, {orders} orders") + kept
-        path = self.setting.pixels, model.config.image_size, model.device, model.dtype
-        self.pixels = make_pixels(*path, filter=self.setting.filter)
+        self.pixels = model.make_pixels(self.setting.pixels, self.setting.filter)
         self.temperature = model.temperature_of(question)
         self.features = features
         if features is not None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from lab.models.heads import Decisions
 from lab.pixels import check_frames
-from lab.steps.setting import one_thread
+from lab.steps.one_thread import one_thread
 
 
 class LastAnswerStep:

@@ -10,7 +10,7 @@ import torch
 from lab.errors import InputError
 from lab.measure import stage
 from lab.models.heads import Decisions
-from lab.steps.setting import one_thread
+from lab.steps.one_thread import one_thread
 
 SIZES = (1, 2, 4, 8, 16)
 

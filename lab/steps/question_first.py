@@ -6,9 +6,10 @@ from torch import Tensor
 
 from lab.errors import InputError
 from lab.measure import stage
-from lab.models.vision import QUESTION_FIRST, DecisionModel, whole_mask
+from lab.models.vision import DecisionModel, whole_mask
 from lab.steps.keyvalues import CACHES, cache_bytes, check_capturable, continue_text, make_cache, restore
 from lab.steps.static import StaticStep
+from lab.tokens import QUESTION_FIRST
 from lab.workloads import Question
 
 

@@ -1,22 +1,14 @@
-"""How a step asks its model: by default as the checkpoint was taught, and what a caller sets otherwise.
+"""How a step asks its model: by default as the checkpoint was taught, and what a caller sets otherwise."""
 
-Also here: that a step is used by one thread at a time.
-"""
-
-import functools
 import warnings
 from dataclasses import dataclass, fields
-from threading import Lock, RLock
-from weakref import WeakKeyDictionary
 
 from lab.errors import InputError
-from lab.models.vision import OPTION_ATTENTION, READOUTS, DecisionModel
-from lab.pixels import FILTERS, INTERPOLATIONS, PATHS, PREPROCESS
+from lab.models.vision import ATTENTIONS, READOUTS, DecisionModel
+from lab.pixels import FILTERS, PATHS
 from lab.tokens import LAYOUTS
 
 _said: set[tuple] = set()  # overrides that were already put in words
-_locks: WeakKeyDictionary = WeakKeyDictionary()  # by step, which itself can then be copied
-_guard = Lock()
 
 
 @dataclass(frozen=True)
@@ -51,13 +43,13 @@ class Setting:
             )
         taught = {
             "option_attention": config.option_attention,
-            "pixels": PREPROCESS[config.preprocess],
-            "filter": INTERPOLATIONS[config.image_interpolation],
+            "pixels": config.pixels,
+            "filter": config.filter,
             "layout": config.layout,
         }
         given = {"option_attention": option_attention, "pixels": pixels, "filter": filter, "layout": layout}
         known = {
-            "option_attention": OPTION_ATTENTION if config.readout == "terminator" else ("causal",),
+            "option_attention": ATTENTIONS[config.readout],
             "pixels": PATHS,
             "filter": FILTERS,
             "layout": LAYOUTS,
@@ -79,31 +71,10 @@ class Setting:
         overrides = tuple(f"{name} {asked[name]} (the checkpoint's: {taught[name]})" for name in differ if model.folder)
         if overrides and (model.folder, overrides) not in _said:
             _said.add((model.folder, overrides))
-            warnings.warn(f"{model.name} is asked otherwise than it was taught: {', '.join(overrides)}.", stacklevel=4)
+            warnings.warn(f"{model.name} is asked otherwise than it was taught: {', '.join(overrides)}.", stacklevel=3)
         return cls(**asked, overrides=overrides)
 
     def describe(self) -> dict:
         """For a step's `describe`: every setting, and the overrides where there are any."""
         said = {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
         return said | ({"overrides": "; ".join(self.overrides)} if self.overrides else {})
-
-
-def one_thread(method):
-    """A step's method that refuses a second thread while one is in this or another of its methods: its buffers are the
-    first one's. Raises InputError there; the first goes on undisturbed."""
-
-    @functools.wraps(method)
-    def alone(self, *args, **kwargs):
-        with _guard:
-            lock = _locks.setdefault(self, RLock())
-        if not lock.acquire(blocking=False):
-            raise InputError(
-                f"The step {self.name!r} is in use by another thread; give each thread a step of its own, or let them wait "
-                "for each other."
-            )
-        try:
-            return method(self, *args, **kwargs)
-        finally:
-            lock.release()
-
-    return alone

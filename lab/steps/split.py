@@ -10,7 +10,8 @@ from lab.models.heads import Decisions
 from lab.models.vision import whole_mask
 from lab.steps.eager import EagerStep, Inputs
 from lab.steps.keyvalues import cache_bytes, check_capturable, continue_text, make_cache, restore
-from lab.steps.setting import Setting, one_thread
+from lab.steps.one_thread import one_thread
+from lab.steps.setting import Setting
 from lab.steps.static import StaticStep
 from lab.tokens import Row
 

@@ -15,10 +15,11 @@ from torch import Tensor
 from lab.errors import InputError, whole
 from lab.measure import stage
 from lab.models.heads import Decisions
-from lab.models.vision import QUESTION_FIRST, DecisionModel, block_mask, type_id
-from lab.pixels import LINEAR, check_frames, make_pixels
+from lab.models.vision import DecisionModel, block_mask, type_id
+from lab.pixels import LINEAR, check_frames
+from lab.steps.one_thread import one_thread
 from lab.steps.replay import Replay, Watch
-from lab.steps.setting import Setting, one_thread
+from lab.steps.setting import Setting
 from lab.workloads import Question
 
 
@@ -65,8 +66,7 @@ class StaticStep:
         self.device = model.device
         self.capture = self.device.type == "cuda" if capture is None else capture
         self.name = name or self._name("captured" if self.capture else "static")
-        path = self.setting.pixels, model.config.image_size, self.device, model.dtype
-        self.pixels = make_pixels(*path, filter=self.setting.filter)
+        self.pixels = model.make_pixels(self.setting.pixels, self.setting.filter)
         self.row = model.row(question, frames, layout=self.setting.layout)
         self.temperature = model.temperature_of(question)
         self.watch = Watch(model)
@@ -95,7 +95,7 @@ class StaticStep:
         self.mask = block_mask(self.row, self.model.dtype, device) if blocked else None  # None: plain causal
         self.positions = torch.from_numpy(self.row.image_positions).to(device)
         # the heads see the tokens from here on, and count places from it
-        self.start = self.row.kept if self.setting.layout in QUESTION_FIRST else 0
+        self.start = self.row.start
         length = len(self.row) - self.start
         self.readouts = torch.from_numpy(self.row.readouts - self.start).to(device).expand(self.batch, -1)
         self.pooled = torch.full((self.batch,), length - 1, device=device)
@@ -104,11 +104,11 @@ class StaticStep:
     def _fix_vision(self) -> None:
         embeddings, size = self.model.encoder.vision_model.embeddings, self.model.config.image_size
         pixels = torch.ones(1, 3, size, size, device=self.device, dtype=self.model.dtype)
-        whole = torch.ones(1, *[size // embeddings.patch_size] * 2, device=self.device, dtype=torch.bool)
+        every = torch.ones(1, *[size // embeddings.patch_size] * 2, device=self.device, dtype=torch.bool)
         recorded: list[Tensor] = []
         hook = embeddings.position_embedding.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
         try:
-            embeddings(pixel_values=pixels, patch_attention_mask=whole)
+            embeddings(pixel_values=pixels, patch_attention_mask=every)
         finally:
             hook.remove()
         self.patch_positions = embeddings.position_embedding(recorded[0])

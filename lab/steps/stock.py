@@ -12,7 +12,7 @@ from lab.models.heads import Decisions
 from lab.models.vision import DecisionModel
 from lab.pixels import check_frames
 from lab.steps.eager import EagerStep
-from lab.steps.setting import one_thread
+from lab.steps.one_thread import one_thread
 from lab.workloads import Question
 
 ARGUMENTS = ("input_ids", "attention_mask", "pixel_values", "use_cache")  # the same in 5.17 and 5.24

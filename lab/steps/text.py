@@ -12,8 +12,8 @@ from lab.models.heads import Decisions
 from lab.models.text import TextModel
 from lab.question_tokens import QuestionTokens, TextPrompt, question_part, state_ids, text_row
 from lab.steps.compiled import compiler, counters
+from lab.steps.one_thread import one_thread
 from lab.steps.replay import Watch
-from lab.steps.setting import one_thread
 from lab.workloads import QUESTION_TYPES
 
 MOST_SHAPES = 64  # compiled per step; a prompt of yet another shape runs uncompiled

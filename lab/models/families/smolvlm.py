@@ -10,9 +10,8 @@ from lab.models.checkpoints import load_model
 from lab.models.families.base import Family, multiple_of, random_head, spread
 from lab.models.states import TokenState
 from lab.models.vision import DecisionModel
-from lab.pixels import INTERPOLATIONS, PREPROCESS, make_pixels
 from lab.resume import Picture
-from lab.tokens import FAKE, GLOBAL, IMAGE, encode, plain
+from lab.tokens import FAKE, GLOBAL, IMAGE, cleaned, encode
 
 
 class SmolVLM(Family):
@@ -27,17 +26,11 @@ class SmolVLM(Family):
         trained = not model.weights.startswith("random")
         head = table if trained else random_head(*table.shape, table, seed)
         super().__init__(model.encoder.text_model, model.encoder.vision_model, head, encode(self.tokenizer, IMAGE)[0])
-        self.pixels = make_pixels(
-            PREPROCESS[model.config.preprocess],
-            model.config.image_size,
-            model.device,
-            model.dtype,
-            INTERPOLATIONS[model.config.image_interpolation],
-        )
+        self.pixels = model.make_pixels()
 
     def text(self, text: str) -> list[int]:
         """Token ids of a text, the tokenizer's added tokens in it turned into spaces."""
-        return encode(self.tokenizer, plain(self.tokenizer, text))
+        return encode(self.tokenizer, cleaned(self.tokenizer, text))
 
     def picture(self, frame: np.ndarray) -> Picture:
         multiple_of(frame, 1, self.name)
