@@ -11,7 +11,7 @@ from lab.doctor import Finding
 from lab.envs import RECORDED_SOURCES, recorded_frames
 from lab.envs.snake import Snake
 from lab.envs.snake_prompts import prompt
-from lab.errors import InputError
+from lab.errors import InputError, foreign
 from lab.experiments.players import taught_games
 from lab.models.checkpoints import CONFIG, KNOWN, TRAINED, load_model
 from lab.models.heads import bucket, temperature_for
@@ -28,6 +28,8 @@ from lab.workloads import QUESTION_TYPES, Question, Workload, load_workloads
 SAME = 1e-4  # the largest difference of probabilities in fp32 that counts as the same answer
 PEAKED = 1.5  # times the uniform share: below it answers are so even that their equality proves little
 FEW, MANY, LARGE = 2, 4, 50e6  # recorded frames per game, fewer where the model has so many parameters
+# Keys of the published configs that describe, or that the loader reads on its way.
+DESCRIBING = {"backbone", "backbone_revision", "encoder", "dtype", "act_costs", "loaded_from"}
 COUNTS = (2, 3, 6, 11)  # numbers of options, one of each bucket of temperatures
 
 
@@ -38,8 +40,10 @@ class Check:
     def __init__(self, name: str):
         self.name, self.findings, self.facts = name, [], {}
         folder = Path({**TRAINED, **TEXT_TRAINED}.get(name, name))
-        known = folder.is_dir() or name in {*KNOWN, *TEXT_PRESETS} or "/" in name
-        if not known or (folder.is_absolute() and not folder.is_dir()):
+        with foreign(f"There is no checkpoint {name:.80}"):
+            there = folder.is_dir()
+        known = there or name in {*KNOWN, *TEXT_PRESETS} or "/" in name
+        if not known or (folder.is_absolute() and not there):
             raise InputError(f"There is no checkpoint {name}; give a folder, a hub name or one of {', '.join(KNOWN)}.")
         text = (folder / TEXT_CONFIG).is_file() or (name in TEXT_PRESETS and name not in KNOWN)
         try:
@@ -81,6 +85,10 @@ class Check:
             listed.setdefault(one["source"], []).append(f"{name} {one['value']}")
         for source, lines in listed.items():
             self._add(f"settings: {source}", "ok", ", ".join(lines))
+        unused = sorted(set(said) - {field.name for field in fields(model.config)} - DESCRIBING)
+        if unused:
+            remedy = "no step reads these; look whether one of them is a setting misspelt"
+            self._add("keys not used", "note", ", ".join(unused), remedy)
 
     def temperatures(self, model, limits=(1e-3, math.inf)) -> None:
         """The temperature that divides the logits, by type and number of options."""

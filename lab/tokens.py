@@ -117,6 +117,8 @@ def read_tokenizer(folder: Path, named: Sequence[str] = ()) -> tuple[Tokenizer, 
     """
     try:
         tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        tokenizer.no_truncation()  # which was of a batch that somebody made
+        tokenizer.no_padding()
         said = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")) if named else {}
     except Exception as error:  # tokenizers raises bare Exception for whatever it cannot read
         raise InputError(f"The tokenizer in {folder} cannot be read: {error}.") from None
@@ -384,17 +386,27 @@ def cleaned(tokenizer: Tokenizer, text: str) -> str:
     Added tokens of white space alone stay: they are text. For whatever tokenizer is in use, so that no text can place an
     image, mask an option or end an utterance.
     """
-    added = _added(tokenizer, tokenizer.get_vocab_size())
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InputError(f"The text {text!r:.60} holds half a character (a lone surrogate); leave it out.") from None
+    added, ids = _added(tokenizer, tokenizer.get_vocab_size())
     while (left := added.sub(" ", text)) != text:  # what is left around a token may be another one
         text = left
+    if tokenizer.normalizer is not None:  # which may turn another spelling into a token
+        found = tokenizer.encode(text, add_special_tokens=False)
+        for number, (start, stop) in reversed(list(zip(found.ids, found.offsets, strict=True))):
+            if number in ids:
+                text = f"{text[:start]} {text[stop:]}"
     return text
 
 
 @functools.lru_cache(maxsize=16)
-def _added(tokenizer: Tokenizer, size: int) -> re.Pattern:
+def _added(tokenizer: Tokenizer, size: int) -> tuple[re.Pattern, set[int]]:
     """The added tokens of a tokenizer of `size` entries, longest first; by its size one that grew is read anew."""
-    tokens = [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.content.strip()]
-    return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
+    tokens = {token.content: at for at, token in tokenizer.get_added_tokens_decoder().items() if token.content.strip()}
+    pattern = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
+    return re.compile(pattern or r"(?!)"), set(tokens.values())
 
 
 def state_text(state) -> str:

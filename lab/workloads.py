@@ -49,13 +49,14 @@ class Question:
     instructions: str
     options: tuple[tuple[str, str], ...] = ()
     _rendered: tuple[str, ...] = field(init=False, repr=False)
+    levels: tuple[int, ...] = field(init=False, repr=False)  # each option's place before any reordering
 
     def __init__(self, type: str, instructions: str, options: Mapping[str, str | None] | Sequence[str] = ()):
-        if type not in QUESTION_TYPES:
+        if not isinstance(type, str) or type not in QUESTION_TYPES:
             raise InputError(f"Unknown question type {type!r}; it is one of {', '.join(QUESTION_TYPES)}.")
         if not isinstance(instructions, str) or not instructions.strip():
             raise InputError("A question needs instructions: a text that is not empty.")
-        if isinstance(options, str):
+        if isinstance(options, str | bytes):
             raise InputError(f"Options are a list or a table of names, not the single text {options!r}.")
         if not isinstance(options, Mapping | Sequence):
             raise InputError(f"Options are a list or a table of names, not {options!r}.")
@@ -66,6 +67,8 @@ class Question:
         pairs = tuple((str(name), "" if text is None else str(text)) for name, text in pairs)
         if type == "noul":
             given = dict(pairs)
+            if len(given) < len(pairs):
+                raise InputError("A noul question has the options false and true, each once.")
             if set(given) - {"false", "true"}:
                 raise InputError(f"A noul question has the options false and true, not {', '.join(given)}.")
             pairs = (("false", given.get("false", "")), ("true", given.get("true", "")))
@@ -87,6 +90,7 @@ class Question:
         if type == "score":
             texts = tuple(f"level {i}: {text}" for i, text in enumerate(texts))
         object.__setattr__(self, "_rendered", texts)
+        object.__setattr__(self, "levels", tuple(range(len(pairs))))
 
     @property
     def names(self) -> list[str]:
@@ -101,8 +105,10 @@ class Question:
     def reordered(self, order: Sequence[int]) -> "Question":
         """The same question with its options in another order; `order[i]` is the old place of the new option i. Each is
         still read as before: a score's level keeps its number."""
+        if sorted(order) != list(range(len(self.options))):
+            raise InputError(f"{list(order)} is no order of {len(self.options)} options; name each place once.")
         other = copy(self)
-        for name in ("options", "_rendered"):
+        for name in ("options", "_rendered", "levels"):
             object.__setattr__(other, name, tuple(getattr(self, name)[i] for i in order))
         return other
 

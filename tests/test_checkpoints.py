@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_models import CASES, FRAMES, GOLDEN, OUTPUTS, StoredPixels, frame_names, question_of
+from tokenizers import Tokenizer
 
 import lab
 from lab.cli import main
@@ -22,6 +23,7 @@ from lab.parity import compare_answers
 from lab.pixels import DevicePixels
 from lab.steps import QuestionFirstStep, StaticStep, StockStep, TunedStep
 from lab.steps.setting import Setting
+from lab.tokens import CLS, MASK, SEP, encode
 
 QUESTION = lab.Question("choice", "Which way?", {"LEFT": "go left", "RIGHT": "go right", "STAY": ""})
 OWN = [case for case in CASES if (case["option_attention"], case["path"]) == ("causal", "gpu")]
@@ -172,6 +174,90 @@ def test_a_shipped_text_checkpoint_has_the_keys_that_the_published_loader_asks_f
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
+def heads_alone(folder):
+    """The golden checkpoint as heads on a backbone of its own folder; the folder that holds the backbone."""
+    whole = lab.load_model(str(GOLDEN))
+    whole.encoder.save_pretrained(folder / "somewhere")
+    save_file(
+        {name: value.contiguous() for name, value in whole.state_dict().items() if not name.startswith("encoder.")},
+        folder / "head.safetensors",
+    )
+    (folder / "model.safetensors").unlink()
+    configure(folder, backbone="somewhere")
+    return folder / "somewhere"
+
+
+def test_a_backbone_that_lacks_weights_is_not_filled_with_random_ones(folder):
+    beside = heads_alone(folder)
+    state = load_file(beside / "model.safetensors")
+    state.pop(next(name for name in state if name.endswith("layers.0.self_attn.q_proj.weight")))
+    save_file(state, beside / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match="lacks 1 of the backbone's weights"):
+        lab.load_model(str(folder))
+
+
+def test_heads_that_bring_weights_of_the_backbone_are_refused(folder):
+    heads_alone(folder)
+    state = load_file(folder / "head.safetensors")
+    state["encoder.text_model.norm.weight"] = torch.zeros(192)
+    save_file(state, folder / "head.safetensors")
+    with pytest.raises(InputError, match="1 extra .encoder.text_model.norm.weight"):
+        lab.load_model(str(folder))
+
+
+@pytest.mark.parametrize("part", ["backbone", "text"])
+def test_no_code_of_a_checkpoint_runs(folder, tmp_path, part, monkeypatch):
+    if part == "text":
+        shutil.copytree(TEXT_TRAINED["snake"], tmp_path / "text")
+        folder, config = tmp_path / "text", tmp_path / "text" / "encoder" / "config.json"
+    else:
+        config = folder / "backbone" / "config.json"
+    config.write_text(json.dumps({"model_type": "evil", "auto_map": {"AutoConfig": "evil.E"}}))
+    (config.parent / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass E: pass")
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(InputError):
+        (load_text_model if part == "text" else lab.load_model)(str(folder))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("part", "said"),
+    [
+        ("text_config", {"hidden_size": "64"}),
+        ("text_config", {"num_attention_heads": 0}),
+        ("text_config", {"hidden_act": "nosuch"}),
+        ("vision_config", {"patch_size": 0}),
+        (None, {"scale_factor": None}),
+        (None, {"text_config": []}),
+        (None, {"model_type": []}),
+    ],
+)
+def test_an_odd_backbone_is_one_sentence(folder, part, said):
+    path = folder / "backbone" / "config.json"
+    config = json.loads(path.read_text())
+    (config[part] if part else config).update(said)
+    path.write_text(json.dumps(config))
+    with pytest.raises(InputError) as error:
+        lab.load_model(str(folder))
+    assert str(folder) in str(error.value) and "\n" not in str(error.value)
+
+
+def test_what_a_tokenizer_file_says_of_batches_is_not_obeyed(tmp_path):
+    shutil.copytree(TEXT_TRAINED["snake"], tmp_path / "text")
+    own = load_text_model("snake").tokens.tokenizer
+    cut = Tokenizer.from_str(own.to_str())
+    cut.enable_truncation(4)
+    cut.enable_padding(length=64)
+    (tmp_path / "text" / "tokenizer").mkdir()
+    cut.save(str(tmp_path / "text" / "tokenizer" / "tokenizer.json"))
+    named = dict(zip(("cls_token", "sep_token", "mask_token"), (CLS, SEP, MASK), strict=True)) | {
+        "pad_token": "<|im_end|>"
+    }
+    (tmp_path / "text" / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(named))
+    tokens = load_text_model(str(tmp_path / "text")).tokens
+    assert tokens.encode("one two three four five six") == encode(own, "one two three four five six")
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
@@ -184,6 +270,10 @@ def test_a_shipped_text_checkpoint_has_the_keys_that_the_published_loader_asks_f
         ({"temperature_by_options": {"choice:2": "warm"}}, "temperature of choice:2 is 'warm'"),
         ({"max_len": 0}, "max_len is 0"),
         ({"readout": "mask"}, "reads out at 'terminator', not at 'mask'"),
+        ({"readout": []}, "readout is"),
+        ({"image_size": 256}, "image_size is 256; .* up to the 128 pixels"),
+        ({"head_layers": 10**5}, "head_layers is 100000"),
+        ({"temperature": [10**400, 1, 1]}, "temperature of choice is 1000"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(folder, said, words):
@@ -203,6 +293,12 @@ def test_weights_that_are_not_finite_are_refused(folder, tmp_path, value):
         load_text_model(str(tmp_path / "text"))
 
 
+def test_weights_of_whole_numbers_are_refused(folder):
+    spoil(folder, lambda state: state.update({"scorer.1.bias": torch.ones(192, dtype=torch.int8)}))
+    with pytest.raises(InputError, match="scorer.1.bias is int8; weights are floating point"):
+        lab.load_model(str(folder))
+
+
 def test_complex_weights_are_refused(folder):
     spoil(folder, lambda state: state.update({"scorer.1.bias": torch.ones(192, dtype=torch.complex64)}))
     with pytest.raises(InputError, match="not finite"):
@@ -215,6 +311,9 @@ def test_complex_weights_are_refused(folder):
         ({}, "reads '<fake_token_around_image>' as . tokens"),
         ({"<fake_token_around_image>": 49152, "<end_of_utterance>": 49153, "<image>": 49154, "<global-img>": 49155},
          "numbers <image> 49154, the backbone 49153"),
+        ({"<fake_token_around_image>": 49152, "<image>": 49153, "<end_of_utterance>": 49154, "<global-img>": 49155,
+          "<more>": 49156}, "numbers its tokens up to 49156, and the model knows 49156"),
+        ({"the": 49152, "<image>": 49153, "<end_of_utterance>": 49154, "<global-img>": 49155}, "adds 'the', which"),
     ],
 )  # fmt: skip
 def test_a_tokenizer_without_the_layouts_tokens_is_refused(folder, tokens, words):
@@ -334,8 +433,19 @@ def test_check_names_what_is_wrong_with_a_broken_copy(capsys, folder, fault):
     assert code == 1 and not found["ok"] and len(wrong) == 1 and words in wrong[0]["found"] and wrong[0]["remedy"]
 
 
+def test_check_names_keys_that_nobody_reads(capsys, folder):
+    configure(folder, optionattention="block")
+    code, said = checked(capsys, folder, "--json")
+    notes = [
+        one["found"] for one in json.loads(said.out.splitlines()[-1])["findings"] if one["what"] == "keys not used"
+    ]
+    assert code == 0 and notes == ["optionattention"]
+
+
 def test_check_of_nothing_is_a_mistake_in_the_call(capsys, tmp_path):
     code, said = checked(capsys, tmp_path / "none")
+    assert code == 2 and "There is no checkpoint" in said.err and len(said.err.splitlines()) == 1
+    code, said = checked(capsys, "x" * 5000)
     assert code == 2 and "There is no checkpoint" in said.err and len(said.err.splitlines()) == 1
 
 

@@ -143,6 +143,22 @@ def test_a_tokenizer_of_another_vocabulary_is_cleaned_of_its_own_tokens():
     assert cleaned(other, "a    b") == "a    b", "white space is text"
 
 
+def test_another_spelling_of_a_token_is_cleaned_too():
+    from tokenizers import AddedToken, Tokenizer, normalizers
+
+    other = Tokenizer.from_str(load_tokenizer(()).to_str())
+    other.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    other.add_tokens([AddedToken("[zap]", normalized=True)])
+    number = other.token_to_id("[zap]")
+    for text in ("a [ZAP] b", "a \uff3bzap\uff3d b", "[Zap][zAP]"):
+        assert number in encode(other, text.replace("[zap]", "")) and number not in encode(other, cleaned(other, text))
+
+
+def test_half_a_character_is_refused(tokenizer):
+    with pytest.raises(InputError, match="half a character"):
+        build_row(tokenizer, lab.Question("choice", "Which \ud800?", ["a", "b"]))
+
+
 def test_layout_tokens_are_single_tokens_or_refused():
     split = load_tokenizer(("<image>", "<end_of_utterance>"))
     with pytest.raises(InputError, match="reads '<fake_token_around_image>' as . tokens"):

@@ -1,9 +1,11 @@
 """Questions and the workload file: what is understood and what is refused."""
 
+import numpy as np
 import pytest
 
 import lab
 from lab.errors import InputError
+from lab.models.heads import Decisions
 from lab.workloads import get_workload, load_workloads
 
 
@@ -27,9 +29,23 @@ def test_options_render_as_name_and_description():
     assert question.reordered([1, 0]).names == ["WAIT", "LEFT"]
 
 
+def test_reordered_options_keep_what_they_are():
+    levels = lab.Question("score", "How near?", ["far", "near", "here"]).reordered([2, 0, 1])
+    assert levels.rendered == ["level 2: here", "level 0: far", "level 1: near"]
+    p = np.array([[0.6, 0.1, 0.3]], np.float32)
+    assert Decisions(levels, p, p, np.ones(1)).value == pytest.approx([2 * 0.6 + 0.3])
+    turned = lab.Question("noul", "Is it?").reordered([1, 0])
+    assert turned.names == ["true", "false"]
+    assert Decisions(turned, p[:, :2], p[:, :2], np.ones(1)).value == pytest.approx([0.6])
+    for odd in ([0, 0, 1], [0], [-1, 0, 1], [3, 1, 0]):
+        with pytest.raises(InputError, match="no order of 3 options"):
+            levels.reordered(odd)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (("noul", "Is it?", ["true", "true"]), "each once"),
         (("pick", "Which?", ["a", "b"]), "Unknown question type 'pick'"),
         (("choice", " ", ["a", "b"]), "needs instructions"),
         (("choice", "Which?", ["a"]), "two or more options, this one has 1"),

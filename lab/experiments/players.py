@@ -79,8 +79,11 @@ def taught_games(model: str) -> list[str] | None:
     """Names of the workloads that a trained checkpoint was taught; None for a model that was taught none."""
     from lab.models.checkpoints import TRAINED
 
-    told = Path(TRAINED.get(model, model)) / "training.json"
-    return list(json.loads(told.read_text(encoding="utf-8"))["recipe"]["games"]) if told.is_file() else None
+    try:
+        told = (Path(TRAINED.get(model, model)) / "training.json").read_text(encoding="utf-8")
+        return [str(game) for game in json.loads(told)["recipe"]["games"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):  # there is none, or it tells something else
+        return None
 
 
 class ModelPlayer:

@@ -2,7 +2,6 @@
 
 import functools
 import json
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save
 
-from lab.errors import InputError, whole
+from lab.errors import InputError, foreign, whole
 from lab.models.vision import ATTENTIONS, DTYPES, READOUTS, DecisionConfig, DecisionModel
 from lab.pixels import INTERPOLATIONS, PREPROCESS
 from lab.tokens import (
@@ -226,7 +225,7 @@ def _folder(folder: Path) -> DecisionModel:
         if not (folder / needed).is_file():
             raise InputError(f"The folder {folder} holds no {needed}, so it is no decision checkpoint.")
     said = json_table(folder / CONFIG)
-    with _seeded(0):
+    with _seeded(0), foreign(f"{folder} describes no model that can be built"):
         if alone:
             encoder, weights = _named_backbone(folder, said)
         else:
@@ -234,12 +233,14 @@ def _folder(folder: Path) -> DecisionModel:
             encoder = AutoModel.from_config(shape, trust_remote_code=False)
         config = _decision_config(folder / CONFIG, said, encoder.config)
         tokenizer, markers = _own_tokenizer(folder, config, encoder.config)
+        check_vocabulary(folder, tokenizer(), encoder.text_model)
         model = DecisionModel(encoder, config, weights, folder.name, tokenizer, markers, folder)
     expected = model.state_dict()
     state = read_state(folder / (HEAD if alone else WEIGHTS), expected)
     missing, extra = set(expected) - set(state), set(state) - set(expected)
     if alone:
         missing = {name for name in missing if not name.startswith("encoder.")}
+        extra |= {name for name in state if name.startswith("encoder.")}  # the backbone is the one it names
     file = f"{folder}/{HEAD if alone else WEIGHTS}"
     if missing or extra:
         wrong = [
@@ -256,11 +257,8 @@ def _folder(folder: Path) -> DecisionModel:
 def _backbone_config(folder: Path):
     from transformers import AutoConfig
 
-    try:
+    with foreign(f"{folder}/{BACKBONE} cannot be read as a backbone's config"):
         config = AutoConfig.from_pretrained(folder / "backbone", trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"{folder}/{BACKBONE} cannot be read as a backbone's config: {reason}") from None
     _check_backbone(config.model_type, f"The backbone in {folder}")
     return config
 
@@ -268,6 +266,16 @@ def _backbone_config(folder: Path):
 def _check_backbone(model_type: str, what: str) -> None:
     if model_type not in BACKBONES:
         raise InputError(f"{what} is a {model_type!r}; decision checkpoints here are {' or '.join(BACKBONES)}.")
+
+
+def check_vocabulary(folder: Path, tokenizer, text_model) -> None:
+    """Raise InputError where a checkpoint's tokenizer has ids that its text model has no embeddings for."""
+    most, rows = max(tokenizer.get_vocab().values()), len(text_model.get_input_embeddings().weight)
+    if most >= rows:
+        raise InputError(
+            f"{folder}: the tokenizer numbers its tokens up to {most}, and the model knows {rows}; use the tokenizer that "
+            "the checkpoint was trained with."
+        )
 
 
 def _named_backbone(folder: Path, said: dict):
@@ -297,13 +305,16 @@ def _own_tokenizer(folder: Path, config: DecisionConfig, backbone) -> tuple[Call
     else:
         if (folder / "added_tokens.json").is_file():
             ids = json_table(folder / "added_tokens.json")
-            if sorted(map(str, ids.values())) != sorted(map(str, range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids)))):
+            if set(ids.values()) != set(range(TEXT_VOCABULARY, TEXT_VOCABULARY + len(ids))):
                 raise InputError(
                     f"{folder}/added_tokens.json must number its tokens from {TEXT_VOCABULARY} on, without gaps."
                 )
             added = tuple(sorted(ids, key=ids.get))
         make = functools.partial(load_tokenizer, added)
         tokenizer = make()
+        for number, token in enumerate(added, TEXT_VOCABULARY):
+            if tokenizer.token_to_id(token) != number:
+                raise InputError(f"{folder}/added_tokens.json adds {token!r}, which the vocabulary holds already.")
     try:
         for token in needed_tokens(masked, markers):
             token_id(tokenizer, token)
@@ -328,18 +339,22 @@ def read_state(path: Path, expected: dict) -> dict[str, torch.Tensor]:
     except Exception as error:
         raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
     for name, value in state.items():
+        table = name.endswith(".ids") and name.removesuffix(".ids") in expected
         if value.is_complex() or not value.float().isfinite().all():
             raise InputError(f"{path}: {name} holds weights that are not finite numbers; take a sound copy.")
-    for name in [name.removesuffix(".ids") for name in state if name.endswith(".ids")]:
+        if value.is_floating_point() == table:
+            raise InputError(
+                f"{path}: {name} is {str(value.dtype).removeprefix('torch.')}; weights are floating point."
+            )
+    tables = [name.removesuffix(".ids") for name in state if name.endswith(".ids")]
+    for name in [name for name in tables if name in expected]:
         if f"{name}.rows" not in state:
             raise InputError(f"{path} holds {name}.ids but no {name}.rows; it is not complete.")
         ids, rows = state.pop(f"{name}.ids").long(), state.pop(f"{name}.rows")
-        if len(ids) != len(rows) or (
-            name in expected and len(ids) and not 0 <= ids.min() <= ids.max() < len(expected[name])
-        ):
+        fits = ids.ndim == 1 and rows.shape == (len(ids), *expected[name].shape[1:])
+        if not fits or (len(ids) and not 0 <= ids.min() <= ids.max() < len(expected[name])):
             raise InputError(f"{path}: {name}.ids does not fit its rows or the table of {name}.")
-        if name in expected:
-            state[name] = expected[name].float().index_copy(0, ids, rows.float())
+        state[name] = expected[name].float().index_copy(0, ids, rows.float())
     return state
 
 
@@ -349,7 +364,7 @@ def _decision_config(path: Path, said: dict, backbone) -> DecisionConfig:
     # The old name of block attention.
     if said.get("option_attention") == "bidirectional":
         said["option_attention"] = "block"
-    readout = said.setdefault("readout", BACKBONES[backbone.model_type])
+    readout = str(said.setdefault("readout", BACKBONES[backbone.model_type]))
     said.setdefault("layout", READOUTS.get(readout, [""])[0])
     for name, known in (
         ("readout", READOUTS),
@@ -364,13 +379,20 @@ def _decision_config(path: Path, said: dict, backbone) -> DecisionConfig:
         raise InputError(
             f"{path}: a {backbone.model_type} backbone reads out at {BACKBONES[backbone.model_type]!r}, not at {readout!r}."
         )
+    heat = temperatures(path, said)
     for name, least in (("max_len", 1), ("head_max_len", 1), ("head_layers", 0), ("n_act", 1), ("image_split_edge", 0)):
         whole(f"{path}: {name}", said.get(name, least), least)
-    if type(said.get("image_size", 512)) is not int:
-        raise InputError(f"{path}: image_size is {said['image_size']!r}; it is a whole number.")
+    for name, most in (("head_layers", 64), ("n_act", 1024)):
+        if said.get(name, 0) > most:
+            raise InputError(f"{path}: {name} is {said[name]}; a checkpoint has {most} at most.")
+    size, learned = said.get("image_size", 512), backbone.vision_config.image_size
+    if type(size) is not int or size > learned:
+        raise InputError(
+            f"{path}: image_size is {size!r}; it is a whole number, up to the {learned} pixels at which the backbone "
+            "learned its positions."
+        )
     if said.get("image_split_edge") and said.get("preprocess") == "gpu":
         raise InputError(f"{path} splits images, which only preprocess 'processor' does, and says preprocess 'gpu'.")
-    heat = temperatures(path, said)
     return DecisionConfig(**{f.name: said[f.name] for f in fields(DecisionConfig) if f.name in said} | heat)
 
 
@@ -390,7 +412,7 @@ def temperatures(path: Path, said: dict, limits: tuple[float, float] | None = No
         )
     named = dict(zip(QUESTION_TYPES, by_type, strict=True)) | by_options
     for name, value in named.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
             raise InputError(f"{path}: the temperature of {name} is {value!r}; it is a number above 0.")
     outside = {name: value for name, value in named.items() if limits and not limits[0] <= value <= limits[1]}
     if outside:
@@ -402,7 +424,7 @@ def temperatures(path: Path, said: dict, limits: tuple[float, float] | None = No
 def json_table(path: Path) -> dict:
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of thousands of digits
         raise InputError(f"{path} is not valid JSON: {error}.") from None
     if not isinstance(said, dict):
         raise InputError(f"{path} holds no table of names and values.")
@@ -430,16 +452,21 @@ def _pretrained(name: str, revision: str | None = None):
     from transformers import AutoModel
 
     try:
-        encoder = AutoModel.from_pretrained(
-            name, revision=revision, dtype=torch.float32, trust_remote_code=False, use_safetensors=True
-        )
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        encoder, loaded = AutoModel.from_pretrained(
+            name, revision=revision, dtype=torch.float32, trust_remote_code=False, use_safetensors=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # whatever a stranger's files and the hub make of it
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise InputError(
             f"The model {name!r} is no folder here, not in the hub's cache, and the hub did not give it ({reason}); "
             f"name one of ours ({', '.join(KNOWN)}) or a checkpoint folder, or fetch it where there is a network."
         ) from None
     _check_backbone(encoder.config.model_type, name)
+    if lacking := sorted(loaded["missing_keys"]):
+        raise InputError(
+            f"{name} lacks {len(lacking)} of the backbone's weights ({lacking[0]}, ...); take a whole copy."
+        )
     for part, value in encoder.state_dict().items():
         if not value.isfinite().all():
             raise InputError(f"{name}: {part} holds weights that are not finite numbers; take a sound copy.")

@@ -148,5 +148,5 @@ class Decisions:
         if self.question.type == "choice":
             return [self.names[i] for i in self.choice]
         if self.question.type == "score":
-            return self.probabilities @ np.arange(self.probabilities.shape[-1])
-        return self.probabilities[:, 1]
+            return self.probabilities @ np.array(self.question.levels)
+        return self.probabilities[:, self.names.index("true")]

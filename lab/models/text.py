@@ -11,8 +11,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lab.errors import InputError, whole
-from lab.models.checkpoints import VOCABULARY, _seeded, check_device, json_table, read_state, temperatures
+from lab.errors import InputError, foreign, whole
+from lab.models.checkpoints import (
+    VOCABULARY,
+    _seeded,
+    check_device,
+    check_vocabulary,
+    json_table,
+    read_state,
+    temperatures,
+)
 from lab.models.heads import DecisionHeads, temperature_for
 from lab.models.vision import DTYPES
 from lab.question_tokens import PAD, TextTokens
@@ -194,15 +202,15 @@ def _folder(folder: Path) -> TextModel:
     for needed in (CONFIG, "encoder/config.json", "model.safetensors"):
         if not (folder / needed).is_file():
             raise InputError(f"The folder {folder} holds no {needed}, so it is no text checkpoint.")
-    try:
-        shape = AutoConfig.from_pretrained(folder / "encoder")
-    except (OSError, ValueError) as error:
-        raise InputError(f"{folder}/encoder/config.json cannot be read: {str(error).splitlines()[0]}") from None
+    with foreign(f"{folder}/encoder/config.json cannot be read"):
+        shape = AutoConfig.from_pretrained(folder / "encoder", trust_remote_code=False)
     if shape.model_type != "modernbert":
         raise InputError(f"The encoder in {folder} is a {shape.model_type!r}; a text checkpoint's is a modernbert.")
     tokens = TextTokens.of(folder / "tokenizer") if (folder / "tokenizer").is_dir() else TextTokens.own()
-    with _seeded(0):
+    with _seeded(0), foreign(f"{folder}/encoder/config.json describes no encoder that can be built"):
         encoder = _encoder(shape)
+        check_vocabulary(folder, tokens.tokenizer, encoder)
+        whole(f"{folder}/encoder/config.json: local_attention", shape.local_attention, 1)
         state = read_state(folder / "model.safetensors", {f"encoder.{k}": v for k, v in encoder.state_dict().items()})
         config = _config(folder / CONFIG, state)
         model = TextModel(encoder, config, tokens, f"checkpoint {folder.name}", folder.name)
@@ -227,6 +235,8 @@ def _config(path: Path, state: dict[str, Tensor]) -> TextConfig:
     said = {f.name: table[f.name] for f in fields(TextConfig) if f.name in table}
     layers = {name.split(".")[2] for name in state if name.startswith("head.layers.")}
     act = state.get("act_head.2.weight")
+    if said.get("head_layers", len(layers)) != len(layers):
+        raise InputError(f"{path}: head_layers is {said['head_layers']!r}, and the weights hold {len(layers)}.")
     said |= {"head_layers": len(layers), "n_act": 2 if act is None else len(act)}
     for name in ("max_len", "head_max_len"):
         whole(f"{path}: {name}", said.get(name, 1), 1)

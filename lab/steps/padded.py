@@ -11,6 +11,7 @@ from lab.errors import InputError
 from lab.measure import stage
 from lab.models.heads import Decisions
 from lab.steps.one_thread import one_thread
+from lab.steps.setting import check_rows
 
 SIZES = (1, 2, 4, 8, 16)
 
@@ -50,6 +51,8 @@ class PaddedStep:
     @one_thread
     def decide(self, inputs) -> Decisions:
         """Answer on as many inputs as there are, for example frames uint8 [batch, frames, height, width, 3]."""
+        if not hasattr(inputs, "__len__"):
+            raise InputError(f"A padded step answers a batch of inputs, not {inputs!r:.60}.")
         batch = len(inputs)
         if batch < 1:
             raise InputError("The batch is empty; give one input or more.")
@@ -91,6 +94,7 @@ class PaddedStep:
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """A new episode begins in these rows of the batch given last (all by default); its padding follows its last row."""
         if rows is not None:
+            rows = check_rows(rows, self.sizes[-1])
             follows = range(self._batch, self._size) if self._batch - 1 in rows else ()
             rows = [row for row in (*rows, *follows) if row < self._size]  # of later ones nothing is kept
         if self._size in self._steps:

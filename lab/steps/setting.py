@@ -2,6 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, fields
+from operator import index
 
 from lab.errors import InputError
 from lab.models.vision import ATTENTIONS, READOUTS, DecisionModel
@@ -78,3 +79,14 @@ class Setting:
         """For a step's `describe`: every setting, and the overrides where there are any."""
         said = {field.name: getattr(self, field.name) for field in fields(self)[:-1]}
         return said | ({"overrides": "; ".join(self.overrides)} if self.overrides else {})
+
+
+def check_rows(rows, batch: int) -> list[int]:
+    """The rows of a batch that `reset` is told, as a list; InputError for what are none."""
+    try:
+        found = [index(row) for row in rows]
+    except TypeError:
+        raise InputError(f"rows are {rows!r:.60}; give the rows of the batch as whole numbers, from 0 on.") from None
+    if outside := [row for row in found if not 0 <= row < batch]:
+        raise InputError(f"There are no rows {outside} in a batch of {batch}; rows are counted from 0.")
+    return found

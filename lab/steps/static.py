@@ -19,7 +19,7 @@ from lab.models.vision import DecisionModel, block_mask, type_id
 from lab.pixels import LINEAR, check_frames
 from lab.steps.one_thread import one_thread
 from lab.steps.replay import Replay, Watch
-from lab.steps.setting import Setting
+from lab.steps.setting import Setting, check_rows
 from lab.workloads import Question
 
 
@@ -111,7 +111,9 @@ class StaticStep:
             embeddings(pixel_values=pixels, patch_attention_mask=every)
         finally:
             hook.remove()
-        self.patch_positions = embeddings.position_embedding(recorded[0])
+        # not those of another thread's decision at this moment, on the same tower
+        own = next(one for one in recorded if one.numel() == every.numel())
+        self.patch_positions = embeddings.position_embedding(own)
         rows = self.batch, self.frames, self.model.image_tokens, self.embeds.shape[-1]
         self.image_rows = torch.zeros(rows, device=self.device, dtype=self.model.dtype)
         # with reuse: where each image's rows come from, counted over those kept and, behind them, those newly encoded
@@ -246,9 +248,7 @@ class StaticStep:
     def reset(self, rows: Sequence[int] | None = None) -> None:
         """A new episode begins in these rows: what was kept for their earlier frames, and no others, is not used again.
         Raises InputError for a row that the batch has not."""
-        if rows is not None and not set(rows) <= set(range(self.batch)):
-            raise InputError(f"There are no rows {sorted(rows)} in a batch of {self.batch}; rows are counted from 0.")
-        self.known[slice(None) if rows is None else list(rows)] = False
+        self.known[slice(None) if rows is None else check_rows(rows, self.batch)] = False
         if not self.known.any():
             self.seen = None
 

@@ -14,7 +14,7 @@ from lab.question_tokens import QuestionTokens, TextPrompt, question_part, state
 from lab.steps.compiled import compiler, counters
 from lab.steps.one_thread import one_thread
 from lab.steps.replay import Watch
-from lab.workloads import QUESTION_TYPES
+from lab.workloads import QUESTION_TYPES, Question
 
 MOST_SHAPES = 64  # compiled per step; a prompt of yet another shape runs uncompiled
 
@@ -118,6 +118,8 @@ class TextStep:
 
     def prepare(self, prompt: TextPrompt) -> Prepared:
         """Tokenise and collate; what `decide` runs on. The state is tokenised once, whatever the number of questions."""
+        if not isinstance(prompt, TextPrompt) or not all(isinstance(asked, Question) for asked in prompt.questions):
+            raise InputError(f"A text step answers a TextPrompt(state, questions), not {prompt!r:.60}.")
         if not prompt.questions:
             raise InputError("The prompt asks no question; give one or more.")
         model, config = self.model, self.model.config
