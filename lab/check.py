@@ -13,7 +13,8 @@ from lab.envs.snake import Snake
 from lab.envs.snake_prompts import prompt
 from lab.errors import InputError, foreign
 from lab.experiments.players import taught_games
-from lab.models.checkpoints import CONFIG, KNOWN, TRAINED, load_model
+from lab.models.checkpoints import KNOWN, TRAINED, load_model
+from lab.models.folders import CONFIG
 from lab.models.heads import bucket, temperature_for
 from lab.models.text import CONFIG as TEXT_CONFIG
 from lab.models.text import PRESETS as TEXT_PRESETS

@@ -12,15 +12,8 @@ import torch
 from torch import Tensor
 
 from lab.errors import InputError, foreign, whole
-from lab.models.checkpoints import (
-    VOCABULARY,
-    _seeded,
-    check_device,
-    check_vocabulary,
-    json_table,
-    read_state,
-    temperatures,
-)
+from lab.models.checkpoints import VOCABULARY, check_device
+from lab.models.folders import check_vocabulary, json_table, read_state, seeded, temperatures
 from lab.models.heads import DecisionHeads, temperature_for
 from lab.models.vision import DTYPES
 from lab.question_tokens import PAD, TextTokens
@@ -177,7 +170,7 @@ def text_preset(name: str, seed: int = 0) -> TextModel:
         **dict.fromkeys(("cls_token_id", "bos_token_id"), tokens.cls),
         **dict.fromkeys(("sep_token_id", "eos_token_id"), tokens.sep),
     )
-    with _seeded(seed):
+    with seeded(seed):
         return TextModel(_encoder(config), TextConfig(**shape["config"]), tokens, f"random, seed {seed}", name)
 
 
@@ -207,7 +200,7 @@ def _folder(folder: Path) -> TextModel:
     if shape.model_type != "modernbert":
         raise InputError(f"The encoder in {folder} is a {shape.model_type!r}; a text checkpoint's is a modernbert.")
     tokens = TextTokens.of(folder / "tokenizer") if (folder / "tokenizer").is_dir() else TextTokens.own()
-    with _seeded(0), foreign(f"{folder}/encoder/config.json describes no encoder that can be built"):
+    with seeded(0), foreign(f"{folder}/encoder/config.json describes no encoder that can be built"):
         encoder = _encoder(shape)
         check_vocabulary(folder, tokens.tokenizer, encoder)
         whole(f"{folder}/encoder/config.json: local_attention", shape.local_attention, 1)
