@@ -55,6 +55,8 @@ def pytest_collection_modifyitems(items):
         group = {"browser": "browser"}.get(item.path.parent.name, item.path.stem)
         if item.path.parent.name == "notebooks":
             group = item.callspec.params["name"]
+        if item.path.stem == "test_under_fire":  # long, and its tests share nothing that takes time
+            group = item.name
         item.add_marker(pytest.mark.xdist_group(group))
     if not torch.cuda.is_available():
         for item in items:

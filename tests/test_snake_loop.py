@@ -1,7 +1,6 @@
 """The Snake loop: equal actions whatever the options, rows that replay, tables and sentences, and what is drawn."""
 
 import json
-from functools import partial
 
 import numpy as np
 import pandas as pd
@@ -94,8 +93,8 @@ def _spoiled(answer):
 
 
 def test_all_candidates_act_alike_on_one_stream(trained, monkeypatch):
-    """What is compiled is traced and made functional by torch.compile, up to where C++ would be written."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    """Compiled candidates run uncompiled here, on many shapes; the next test compiles them."""
+    monkeypatch.setattr(torch, "compile", lambda work, **_: work)
     steps = snake.build(trained)
     found = snake_checks.actions(trained, steps, {"stream": 200, "one_length": None})
     assert found["moves"] == 200 and 10 < found["distinct_inputs"] <= 53 and found["min_margin"] > 0

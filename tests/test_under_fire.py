@@ -269,7 +269,7 @@ TWINS: dict = {}
 def test_a_step_answers_as_a_fresh_plain_decision(mini, plain, name):
     make, about = STEPS[name]
 
-    @sequences(87)
+    @sequences(91)
     @given(st.integers(1, 3), st.integers(1, BATCH), SEQUENCES)
     def holds(frames, batch, sequence):
         check(make, mini, plain, max(frames, 2 if "reusing" in name else 1), batch, sequence, about)
@@ -303,7 +303,7 @@ def test_a_step_that_is_costly_to_build_answers_so_too(mini, plain, monkeypatch,
     # what lets a decision fail would be compiled anew each time
     whole = SEQUENCES.map(lambda sequence: [one for one in sequence if one[0] != "fail"])
 
-    @sequences(100)
+    @sequences(70)
     @given(st.integers(1, 2), whole)
     def holds(batch, sequence):
         check(make, mini, plain, 2, batch, sequence, {}, kept)
