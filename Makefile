@@ -15,9 +15,10 @@ INSTALLED = $(VENV)/.installed
 report: $(INSTALLED)
 	@$(VENV)/bin/lab run --profile "$(PROFILE)" $(if $(OUT),--out "$(OUT)") $(if $(ONLY),--only "$(ONLY)")
 
+# In the order of the files, so that the notebooks' few but long tests come first and none is left for the end.
 test: $(INSTALLED)
-	@echo "running the tests: about thirteen minutes on two cores"
-	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup
+	@echo "running the tests: about a quarter of an hour on two cores"
+	@$(VENV)/bin/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder
 
 lab: $(INSTALLED)
 	@$(VENV)/bin/jupyter lab --notebook-dir notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
