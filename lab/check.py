@@ -135,6 +135,7 @@ class Check:
 
 def _vision(check: Check, model, folder: Path) -> None:
     shape, config = model.encoder.config, model.config
+    folder = model.folder or folder  # of a hub name, the folder that the hub gave
     vision, text = shape.vision_config, shape.text_config
     check.facts["family"] = {
         "backbone": shape.model_type,

@@ -412,6 +412,13 @@ def test_check_says_where_each_setting_comes_from(capsys, folder):
     assert found["special_tokens"]["<image>"] == 49153 and "device pixels" in found["agreement"] and code == 0
 
 
+def test_check_of_a_hub_name_reads_what_the_hub_gave(capsys, folder, monkeypatch):
+    monkeypatch.setattr("lab.models.checkpoints._released", lambda name: folder if name == "some/one" else None)
+    code, said = checked(capsys, "some/one", "--json")
+    found = json.loads(said.out.splitlines()[-1])
+    assert code == 0 and found["settings"]["option_attention"]["source"] == "vlm_agent_config.json"
+
+
 BROKEN = {
     "NaN weight": (lambda f: spoil(f, lambda s: s["scorer.1.bias"].fill_(float("nan"))), "scorer.1.bias"),
     "missing weight": (lambda f: spoil(f, lambda s: s.pop("scorer.0.weight")), "1 missing (scorer.0.weight"),
